@@ -34,7 +34,7 @@ from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
 from bayesfed.formulas.formula import Formula
 from bayesfed.output.conditionals import has_block
-from bayesfed.output.correction import QUIET
+from bayesfed.output.effort import QUIET
 from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.log_densities import Probe, sum_log_weights

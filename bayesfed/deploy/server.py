@@ -52,8 +52,9 @@ from bayesfed.engine.rounds import Answer, Question, Sums, add_to_totals, ask, u
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
-from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.correction import correct
 from bayesfed.output.effort import probe, probed_effort
+from bayesfed.output.fitted import CorrectionResult
 from bayesfed.output.posterior import Posterior
 
 

@@ -29,9 +29,8 @@ from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output import khat
 from bayesfed.output.client_chains import WARMUP, ChainClients, Move, MoveHere, adapted_from
 from bayesfed.output.conditionals import has_block
-from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.fitted import Correction, Fitted
+from bayesfed.output.fitted import Correction, CorrectionResult, Fitted
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import (
     Record,

@@ -18,9 +18,9 @@ The density t in the weights of all draws is the mean of the proposals so far (C
 number per draw, of which the server needs the sum over clients. Weights are truncated at √S times their mean (Ionides
 2008, *Truncated importance sampling*).
 
-If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise, which k-hat does not show where
-it hides the weight of a tail. Its variance is measured by computing it twice at some draws of the first proposal; if it
-is large, clients compute log p(D_i | θ_s) by :mod:`bayesfed.output.evidence` instead, whose estimates have no noise.
+Where a log weight is mostly noise, clients compute log p(D_i | θ_s) by Laplace approximations, see
+:mod:`bayesfed.output.estimates`. If that is found after the first proposal, others begin anew around the weighted
+draws.
 """
 
 from __future__ import annotations
@@ -32,24 +32,20 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo import noise
-from bayesfed.elbo.elbo import server_pass
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.effort import (
     DRAWS,
-    LARGEST,
     LATER,
-    SLOW_PROBE,
-    Effort,
     Probed,
     draws_of_q,
     effort_of,
     equal_shares,
-    probe_at,
 )
+from bayesfed.output.estimates import Estimates, Target, join_targets
 from bayesfed.output.evidence import ERROR_OF_SUM
-from bayesfed.output.fitted import Correction, Fitted
+from bayesfed.output.fitted import Correction, CorrectionResult, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
     least_effective_size,
@@ -60,12 +56,10 @@ from bayesfed.output.importance import (
     temper_weights,
     truncate_weights,
 )
-from bayesfed.output.log_densities import DEGREE, Probe, SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import DEGREE, SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import (
     learns_block,
     log_target,
-    log_target_twice,
-    noise_variance,
     weighted_noise_variance,
 )
 from bayesfed.output.polynomials import is_polynomial
@@ -91,39 +85,11 @@ SEEDS = 100
 """The difference between the seeds of the proposals of two fits whose seeds differ by one."""
 CENTRES = 500
 """Number of centres around the draws of the third and later proposals."""
-EVEN = 0.99
-"""Effective sample size of q's own draws, relative to their number, above which q(θ) needs no correction."""
 FAR = 0.1
 """Relative effective sample size of the first proposal below which q(θ) was so far from the posterior that clients'
 variables are drawn from Laplace approximations, not from q(w_i | θ)."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
-FINE = 0.03
-"""The largest mean variance of clients' log weights, where Laplace approximations take long, at which clients draw
-from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
-PROBE, QUIET = 200, 0.1
-"""Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted, of nine in ten
-draws, and on average over the weights. Noise beyond grows towards the tails, and hides their weight from k-hat."""
-
-
-class CorrectionResult(NamedTuple):
-    """The outcome of importance sampling.
-
-    Attributes:
-        reliable: q(θ), or the correction if there is one, is a good approximation.
-        correction: draws in place of q(θ); None if q(θ) needs none, or if it cannot be corrected.
-        attempted: weights were computed, and were too uneven if the outcome is not reliable.
-        certain: it is reliable, the weights have a finite variance and a large effective sample size.
-    """
-
-    reliable: bool
-    correction: Correction | None = None
-    attempted: bool = True
-    certain: bool = False
-
-    def confirms(self, early: bool) -> bool:
-        """Return whether a run has its posterior; after an early end that must be certain."""
-        return self.certain if early else self.reliable
 
 
 @torch.no_grad()
@@ -156,13 +122,14 @@ def correct(
         return CorrectionResult(reliable=False, attempted=False)
     draws, least = effort.draws, effort.least
     patience = PATIENCE if effort.slow or effort.mixture else QUICK_PATIENCE
-    estimates = _Estimates(fitted, log_weights, fitted.key(0, "correction"), effort)
+    estimates = Estimates(fitted, log_weights, fitted.key(0, "correction"), effort)
     own = draws_of_q(fitted, draws)
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, equal_shares(own)
-    targets: list[Tensor] = []
+    targets: list[Target] = []
     rough, certain, further, wide, scaled, number = True, False, False, False, False, draws
+    anew = False
     while number:
         around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
@@ -171,13 +138,16 @@ def correct(
             number,
             around=around,
             centres=1 if rough else CENTRES,
-            log_target=torch.cat(targets) if rough and targets else None,
+            log_target=join_targets(targets).target if rough and targets else None,
         )
         if not added:
             return CorrectionResult(reliable=False)
+        if anew:
+            proposals.forget_draws()
+            targets, anew, certain = [], False, False
         with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
-        if targets:
+        if targets or laplace:
             target = estimates.at(new, len(targets), laplace)
         else:
             first = estimates.at_first(proposals, probed)
@@ -186,10 +156,13 @@ def correct(
             target, laplace = first
         targets.append(target)
         wide = len(targets) == PRIOR and not (
-            laplace and effort.slow and is_polynomial(new, target, DEGREE, ERROR_OF_SUM)
+            laplace and effort.slow and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
         )
-        weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
-        z = proposals.draws
+        z, log_proposal, every = proposals.draws, proposals.log_prob(), join_targets(targets)
+        weights = _assess(every.target - log_proposal, effort.enough)
+        if len(targets) > 1 and not laplace:
+            noisy = weighted_noise_variance(*every, log_proposal) > effort.acceptable_noise
+            laplace = anew = noisy
         shares, rough = weights.shares, weights.size < draws / 2
         size_of_each = weights.size_of_each(z)
         number = effort.further(size_of_each)
@@ -197,9 +170,11 @@ def correct(
             number = max(2 * draws, min(2 * number, LATER))
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
-        if weights.size < least:
-            if len(targets) >= patience:
-                return CorrectionResult(reliable=False)
+        if anew:
+            number, wide = draws, False
+        elif weights.size < least and len(targets) >= patience:
+            return CorrectionResult(reliable=False)
+        if anew or weights.size < least:
             shares = temper_weights(weights.logs, least)
             continue
         if not scaled and (found := find_scaled_coordinates(fitted.program, z, shares)):
@@ -307,95 +282,3 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
         new = proposals.sample(z.dtype)
     key, laplace = fitted.key(0, "evidence"), learns_block(fitted)
     return log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
-
-
-class _Estimates(NamedTuple):
-    """The clients' estimates of the log target of one correction.
-
-    Attributes:
-        fitted: q without a correction.
-        log_weights: as for :func:`correct`.
-        key: of the clients' noise.
-        effort: how long these and other estimates take.
-    """
-
-    fitted: Fitted
-    log_weights: SumLogWeights
-    key: Tensor
-    effort: Effort
-
-    def at(self, z: Tensor, number: int, laplace: bool, probe: Probe | None = None) -> Tensor:
-        """Compute the log target at draws ``(S, D)`` of a proposal, whose number is 0 for the first: ``(S,)``."""
-        key = noise.fold(self.key, number)
-        return log_target(self.fitted, z, key, self.log_weights, laplace, probe)
-
-    def at_first(
-        self, proposals: Proposals, probed: Probed | None
-    ) -> tuple[Tensor, bool] | CorrectionResult:
-        """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
-
-        One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If
-        the noise is large, a second one has Laplace's estimates, which have none; between machines these may come with
-        the answer to the first. Where they take long, a request of few draws shows the noise before.
-
-        Args:
-            proposals: the first, with its draws ``(S, D)``.
-            probed: as for :func:`correct`.
-
-        Returns:
-            The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
-        """
-        z, repeats = proposals.draws, PROBE if learns_block(self.fitted) else 0
-        if self.effort.shared:
-            return self.at(z, 0, laplace=True), True
-        if repeats and self.effort.slow:
-            key = noise.fold(self.key, 0)
-            probed = probed or probe_at(self.fitted, z[:SLOW_PROBE], key, self.log_weights)
-            if probed.noisy:
-                if self.effort.cost > LARGEST:
-                    return CorrectionResult(reliable=False, attempted=False)
-                return self.at(z, 0, laplace=True), True
-            repeats = 0
-        of_q, minus_log_q = self._draws_of_q(z)
-        together = torch.cat([z, z[:repeats], of_q])
-        probe = Probe(len(z), repeats) if repeats else None
-        found = self.at(together, 0, laplace=False, probe=probe)
-        target, again, at_q = found.split([len(z), repeats, len(of_q)])
-        if len(of_q) and _is_posterior(at_q + minus_log_q):
-            return CorrectionResult(reliable=True, certain=True)
-        once, log_proposal = target[:repeats], proposals.log_prob()[:repeats]
-        of_weights = weighted_noise_variance(once, again, log_proposal)
-        if max(noise_variance(once, again), of_weights) <= QUIET:
-            return target, False
-        return self.at(z, 0, laplace=True), True
-
-    def _draws_of_q(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw θ from q ``(S, D)``; return the draws with −log q(θ) ``(S,)``, in double precision.
-
-        They show whether q needs a correction. There are none where the fit has a precision, since then it does.
-
-        Args:
-            z: draws of the first proposal.
-        """
-        if self.fitted.precision is not None:
-            return z[:0], z[:0]
-        count = min(len(z) // 2 if self.effort.large else len(z), khat.DRAWS)
-        program, params = self.fitted.program, self.fitted.params
-        supplied = program.noise(self.fitted.key(0, "elbo"), count, local=False)
-        found = server_pass(program, params, supplied, count)
-        return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
-
-    def suffice_for_locals(self, z: Tensor) -> bool:
-        """Return whether clients may draw from q(w_i | θ) at draws of the posterior, where Laplace's takes long."""
-        if not self.effort.slow:
-            return False
-        some = z[:: max(1, len(z) // SLOW_PROBE)]
-        once, again = log_target_twice(self.fitted, some, self.key, self.log_weights)
-        variance = float((once - again).square().mean()) / 2
-        return variance <= FINE * len(self.fitted.federation)
-
-
-def _is_posterior(log_weights: Tensor) -> bool:
-    """Return whether weights p / q ``(S,)`` are so even that q needs no correction."""
-    size = effective_sample_size((log_weights - log_weights.max()).exp())
-    return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.limit(len(log_weights))

@@ -47,9 +47,12 @@ ENOUGH = 0.8
 """The effective sample size at which no more proposals are needed, relative to the number of draws from the first."""
 ON_REQUEST = 10
 """The factor on the work where the fit has a precision."""
+QUIET = 0.1
+"""The largest variance of log weights that is accepted, of nine in ten draws, and on average over the weights. Noise
+beyond grows towards the tails, and hides their weight from k-hat."""
 SLOW_PROBE, LOUD = 50, 1.0
-"""Draws of θ at which the noise of log weights is measured where estimates without it take long, and the largest
-variance that is accepted there."""
+"""Draws of θ at which the noise of log weights is measured first where estimates without it take long, and the largest
+variance that is accepted there; where data are large, it is on average over the weights, too."""
 DISTANT = 100.0
 """The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
 posterior that another round gets closer sooner than other proposals do, where data are large."""
@@ -84,6 +87,11 @@ class Effort(NamedTuple):
     def large(self) -> bool:
         """Whether data are so large that there are few draws, which take longer than other work."""
         return self.affordable < FEWEST
+
+    @property
+    def acceptable_noise(self) -> float:
+        """The largest variance of log weights, on average over these, that needs no Laplace estimates."""
+        return LOUD if self.large else QUIET
 
     def further(self, size: float) -> int:
         """Return how many draws another proposal gives, from the effective sample size of those before.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -68,6 +68,26 @@ class Correction:
             length = self.count // self.chains
             at = (place * length).long().clamp(max=length - 1) * self.chains + s % self.chains
         return {name: value[at] for name, value in self.theta.items()}
+
+
+class CorrectionResult(NamedTuple):
+    """The outcome of importance sampling.
+
+    Attributes:
+        reliable: q(θ), or the correction if there is one, is a good approximation.
+        correction: draws in place of q(θ); None if q(θ) needs none, or if it cannot be corrected.
+        attempted: weights were computed, and were too uneven if the outcome is not reliable.
+        certain: it is reliable, the weights have a finite variance and a large effective sample size.
+    """
+
+    reliable: bool
+    correction: Correction | None = None
+    attempted: bool = True
+    certain: bool = False
+
+    def confirms(self, early: bool) -> bool:
+        """Return whether a run has its posterior; after an early end that must be certain."""
+        return self.certain if early else self.reliable
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
 from bayesfed.output.chains import correction_by_chains, remedy, with_chains_where_infinite
-from bayesfed.output.correction import CorrectionResult, correct
-from bayesfed.output.fitted import Fitted
+from bayesfed.output.correction import correct
+from bayesfed.output.fitted import CorrectionResult, Fitted
 from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence

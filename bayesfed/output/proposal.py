@@ -324,6 +324,10 @@ class Proposals:
         self.parts += self._last
         return new
 
+    def forget_draws(self) -> None:
+        """Begin anew with the last proposal, without the draws of those before."""
+        self.parts = []
+
     def log_prob(self) -> Tensor:
         """Return the log density of all proposals' draws together at all draws: ``(S,)``."""
         counts = self._log_densities.new_tensor([part.draws for part in self.parts])

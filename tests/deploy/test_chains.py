@@ -16,8 +16,7 @@ from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains, client_chains, trajectories
-from bayesfed.output.correction import CorrectionResult
-from bayesfed.output.fitted import Correction
+from bayesfed.output.fitted import Correction, CorrectionResult
 from tests.deploy import runs_over_nodes as deployed
 from tests.deploy.in_process import nodes_of
 from tests.deploy.runs_over_nodes import Wire, fitted, posteriors

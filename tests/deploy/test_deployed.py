@@ -13,7 +13,8 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.engine.stopping import convergence
-from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.correction import correct
+from bayesfed.output.fitted import CorrectionResult
 from tests.deploy.in_process import nodes_of, run_on
 from tests.deploy.runs_over_nodes import PLAN, SCHOOLS, Wire, fitted, kinds_of, posteriors, same
 
@@ -85,7 +86,7 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     """Any noise of their weights being too much, the corrected draws of θ and of each node's clients are the same."""
-    monkeypatch.setattr("bayesfed.output.correction.QUIET", -1.0)
+    monkeypatch.setattr("bayesfed.output.estimates.QUIET", -1.0)
     monkeypatch.setattr("bayesfed.deploy.node_run.QUIET", -1.0)
     # two proposals, and few draws: among many, last digits of weights choose other draws
     monkeypatch.setattr("bayesfed.output.correction.PROPOSALS", (2, 2))

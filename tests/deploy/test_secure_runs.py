@@ -16,7 +16,8 @@ from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.stopping import convergence
 from bayesfed.guides.fisher import prior_units
-from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.correction import correct
+from bayesfed.output.fitted import CorrectionResult
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.rules.observed_information import PRECISE
 from tests.deploy import runs_over_nodes as deployed

@@ -12,9 +12,8 @@ from bayesfed import datasets, models
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains
 from bayesfed.output.client_chains import LARGEST, ChainClients, Leap, Memory, MoveHere
-from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.fitted import Correction
+from bayesfed.output.fitted import Correction, CorrectionResult
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import Server
 from tests.output.test_correction import SCHOOLS, of_grid

@@ -12,7 +12,7 @@ import torch
 import bayesfed as bf
 from bayesfed.output import modes, poor_variables
 from bayesfed.output import posterior as posterior_module
-from bayesfed.output.correction import CorrectionResult
+from bayesfed.output.fitted import CorrectionResult
 
 GRID = np.linspace(-25, 25, 5001)
 SPREAD = 2.5

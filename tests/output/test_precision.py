@@ -7,7 +7,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.output import chains, correction, khat
+from bayesfed.output import chains, khat
+from bayesfed.output.fitted import CorrectionResult
 
 SCHOOLS = datasets.eight_schools()
 PRECISION = 0.01
@@ -61,7 +62,7 @@ def test_usual_draws_are_fewer(posterior):
 
 def test_chains_draw_where_weights_fail(posterior, monkeypatch):
     asked = replace(posterior, correction=None, precision=0.028, converged=None)
-    failed = correction.CorrectionResult(reliable=False)
+    failed = CorrectionResult(reliable=False)
     found = asked.with_correction(failed)
     assert found.correction.chains > 1
     assert found.monte_carlo_error <= 0.028

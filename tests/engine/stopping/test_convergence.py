@@ -14,7 +14,7 @@ from bayesfed import datasets, models
 from bayesfed.engine.stopping import convergence
 from bayesfed.engine.stopping.convergence import Convergence
 from bayesfed.engine.stopping.drift import caveat
-from bayesfed.output.correction import CorrectionResult
+from bayesfed.output.fitted import CorrectionResult
 
 
 def fresh(clients=1, sites=None, levels=(1.0,), corrected=False):
