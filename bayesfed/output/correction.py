@@ -60,7 +60,7 @@ from bayesfed.output.log_densities import DEGREE, SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import (
     learns_block,
     log_target,
-    weighted_noise_variance,
+    mean_noise_variance,
 )
 from bayesfed.output.polynomials import is_polynomial
 from bayesfed.output.prior_coordinates import find_prior_coordinates
@@ -158,11 +158,10 @@ def correct(
         wide = len(targets) == PRIOR and not (
             laplace and effort.slow and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
         )
-        z, log_proposal, every = proposals.draws, proposals.log_prob(), join_targets(targets)
-        weights = _assess(every.target - log_proposal, effort.enough)
+        z, every = proposals.draws, join_targets(targets)
+        weights = _assess(every.target - proposals.log_prob(), effort.enough)
         if len(targets) > 1 and not laplace:
-            noisy = weighted_noise_variance(*every, log_proposal) > effort.acceptable_noise
-            laplace = anew = noisy
+            laplace = anew = mean_noise_variance(weights.shares, *every) > effort.acceptable_noise
         shares, rough = weights.shares, weights.size < draws / 2
         size_of_each = weights.size_of_each(z)
         number = effort.further(size_of_each)

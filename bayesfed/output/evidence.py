@@ -55,6 +55,8 @@ at which they are, and the number of all rows' densities by all points above whi
 DEGREE, ERROR, ERROR_OF_SUM = 2, 0.001, 0.02
 """The degree of polynomials in θ in place of quadrature; their largest root mean square error, in nats, of a client and
 of all clients."""
+AT_ONCE = 25
+"""Draws of θ for which the rows of a chunk of clients may be in memory; then one draw of them is about a block."""
 ROUNDING = 20
 """The least standard deviation of a variable that is apart from its mode, in units of its round-off."""
 EDGE = 1e-12
@@ -114,14 +116,15 @@ class _Points(NamedTuple):
 def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
     """Yield positions of clients, as many at a time as estimates at ``count`` draws of θ need memory for.
 
-    These have all clients' variables at all draws of θ in memory, but rows at some of them only, unless the guide reads
-    these.
+    These have all clients' variables at all draws of θ in memory, but rows at those of a block only, unless the guide
+    reads these.
     """
-    reads_rows = getattr(fitted.program.guide, "structure", None) is not None
-    copies = EACH * count if reads_rows else count
     federation, program = fitted.federation, fitted.program
-    own = EACH_VARIABLE * program.variables
-    size = weight(own, federation.numbers_per_row, copies, program.points)
+    own, per_row = EACH_VARIABLE * program.variables, federation.numbers_per_row
+    if getattr(program.guide, "structure", None) is not None:
+        size = weight(own, per_row, EACH * count, program.points)
+    else:
+        size = count * own, weight(0, per_row, min(count, AT_ONCE), program.points)[1]
     return chunks(federation.lengths, *size)
 
 

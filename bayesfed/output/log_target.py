@@ -76,3 +76,18 @@ def weighted_noise_variance(once: Tensor, again: Tensor, log_proposal: Tensor) -
     logs = (once + again + variance) / 2 - log_proposal
     known = logs.isfinite()
     return float(logs[known].softmax(0) @ variance[known])
+
+
+def mean_noise_variance(shares: Tensor, once: Tensor, again: Tensor) -> float:
+    """Estimate the mean variance of log targets over the weights of their draws; 0 if none was computed twice.
+
+    Args:
+        shares: the weights, ``(S,)``.
+        once: log targets, ``(S,)``.
+        again: the same with other noise, NaN where they were computed once.
+    """
+    known = again.isfinite() & once.isfinite()
+    if not bool(known.any()):
+        return 0.0
+    own = shares[known] / shares[known].sum()
+    return float(own @ (once[known] - again[known]).square()) / 2
