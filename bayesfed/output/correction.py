@@ -19,7 +19,7 @@ number per draw, of which the server needs the sum over clients. Weights are tru
 2008, *Truncated importance sampling*).
 
 Where a log weight is mostly noise, clients compute log p(D_i | θ_s) by Laplace approximations, see
-:mod:`bayesfed.output.estimates`. If that is found after the first proposal, others begin anew around the weighted
+:mod:`bayesfed.output.estimates`. If that is found after the first proposal, others start from the weighted
 draws.
 """
 
@@ -129,7 +129,7 @@ def correct(
     z, shares = own, equal_shares(own)
     targets: list[Target] = []
     rough, certain, further, wide, scaled, number = True, False, False, False, False, draws
-    anew = False
+    starts_again = False
     while number:
         around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
@@ -142,9 +142,9 @@ def correct(
         )
         if not added:
             return CorrectionResult(reliable=False)
-        if anew:
+        if starts_again:
             proposals.forget_draws()
-            targets, anew, certain = [], False, False
+            targets, starts_again, certain = [], False, False
         with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
         if targets or laplace:
@@ -161,7 +161,9 @@ def correct(
         z, every = proposals.draws, join_targets(targets)
         weights = _assess(every.target - proposals.log_prob(), effort.enough)
         if len(targets) > 1 and not laplace:
-            laplace = anew = mean_noise_variance(weights.shares, *every) > effort.acceptable_noise
+            laplace = starts_again = (
+                mean_noise_variance(weights.shares, *every) > effort.acceptable_noise
+            )
         shares, rough = weights.shares, weights.size < draws / 2
         size_of_each = weights.size_of_each(z)
         number = effort.further(size_of_each)
@@ -169,11 +171,11 @@ def correct(
             number = max(2 * draws, min(2 * number, LATER))
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
-        if anew:
+        if starts_again:
             number, wide = draws, False
         elif weights.size < least and len(targets) >= patience:
             return CorrectionResult(reliable=False)
-        if anew or weights.size < least:
+        if starts_again or weights.size < least:
             shares = temper_weights(weights.logs, least)
             continue
         if not scaled and (found := find_scaled_coordinates(fitted.program, z, shares)):

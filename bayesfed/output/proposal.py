@@ -325,7 +325,7 @@ class Proposals:
         return new
 
     def forget_draws(self) -> None:
-        """Begin anew with the last proposal, without the draws of those before."""
+        """Start with the last proposal, without the draws of those before."""
         self.parts = []
 
     def log_prob(self) -> Tensor:
