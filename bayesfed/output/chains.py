@@ -313,19 +313,23 @@ def better_correction(weighted: Correction | None, drawn: Correction | None) -> 
     return weighted if finite and (weighted.ess or 0.0) >= (drawn.ess or 0.0) else drawn
 
 
-def with_chains_where_infinite(
+def with_chains_where_uncertain(
     fitted: Fitted, found: CorrectionResult
 ) -> tuple[Correction | None, bool]:
-    """Return a correction of q(θ), by chains where importance weights failed or have no finite variance.
+    """Return a correction of q(θ), by chains where importance weights failed, or are not certain.
 
-    Chains are tried for fits that stopped by themselves, where they take seconds; and where the draws are fewer than
-    the fit's precision needs. Also returns whether what was tried has not failed.
+    They are not if they have no finite variance, or if all proposals together did not have the effective sample size
+    that ends them: with tens of globals weights may look even because all proposals are too narrow. Chains are tried
+    for fits that stopped by themselves, where they take seconds; and where the draws are fewer than the fit's precision
+    needs. Also returns whether what was tried has not failed.
     """
     correction, failed = found.correction, found.attempted and not found.reliable
     infinite = correction is not None and (correction.khat or 0.0) > khat.FINITE_VARIANCE
+    uncertain = correction is not None and not found.certain
     few = correction is None or (correction.ess or 0.0) < fitted.draws_needed
     asked = fitted.precision is not None and (infinite or few) and can_sample(fitted)
-    by_itself = (failed or infinite) and fitted.converged is not None and takes_seconds(fitted)
-    if asked or by_itself:
-        correction = better_correction(correction, sample_chains(fitted).correction())
+    by_itself = (failed or infinite or uncertain) and fitted.converged is not None
+    if asked or (by_itself and takes_seconds(fitted)):
+        drawn = sample_chains(fitted).correction()
+        correction = drawn if uncertain and drawn else better_correction(correction, drawn)
     return correction, correction is not None or not failed

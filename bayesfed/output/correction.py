@@ -19,8 +19,9 @@ number per draw, of which the server needs the sum over clients. Weights are tru
 2008, *Truncated importance sampling*).
 
 Where a log weight is mostly noise, clients compute log p(D_i | θ_s) by Laplace approximations, see
-:mod:`bayesfed.output.estimates`. If that is found after the first proposal, others start from the weighted
-draws.
+:mod:`bayesfed.output.estimates`. If that is found after the first proposal, its draws have these instead, and others
+start from the weighted draws: without the first, which is as wide as q(θ), proposals that are too narrow would not show
+it in many dimensions.
 """
 
 from __future__ import annotations
@@ -143,11 +144,12 @@ def correct(
         if not added:
             return CorrectionResult(reliable=False)
         if starts_again:
-            proposals.forget_draws()
-            targets, starts_again, certain = [], False, False
+            proposals.forget_after(draws)
+            targets = [estimates.at(proposals.draws, 0, laplace)]
+            starts_again = certain = False
         with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
-        if targets or laplace:
+        if targets:
             target = estimates.at(new, len(targets), laplace)
         else:
             first = estimates.at_first(proposals, probed)

@@ -15,7 +15,7 @@ from bayesfed.checks.data import check_rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
-from bayesfed.output.chains import correction_by_chains, remedy, with_chains_where_infinite
+from bayesfed.output.chains import correction_by_chains, remedy, with_chains_where_uncertain
 from bayesfed.output.correction import correct
 from bayesfed.output.fitted import CorrectionResult, Fitted
 from bayesfed.output.importance import pareto_k
@@ -126,12 +126,12 @@ class Posterior(Fitted):
         return self._plain.with_correction(correct(self._plain))
 
     def with_correction(self, found: CorrectionResult) -> Posterior:
-        """Return the posterior with this correction of q(θ), or with chains where its weights have no finite variance.
+        """Return the posterior with this correction of q(θ), or with chains where its weights are not certain.
 
         Args:
             found: the outcome of importance sampling.
         """
-        correction, correctable = with_chains_where_infinite(self, found)
+        correction, correctable = with_chains_where_uncertain(self, found)
         corrected = replace(self, correction=correction, correctable=correctable)
         return corrected.with_clients_resampled()
 

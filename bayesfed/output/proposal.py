@@ -324,9 +324,12 @@ class Proposals:
         self.parts += self._last
         return new
 
-    def forget_draws(self) -> None:
-        """Start with the last proposal, without the draws of those before."""
-        self.parts = []
+    def forget_after(self, count: int) -> None:
+        """Forget all proposals but those that the first ``count`` draws come from, and the last one added."""
+        ends = accumulate(part.draws for part in self.parts)
+        self.parts = [part for part, end in zip(self.parts, ends, strict=True) if end <= count]
+        self.draws = self.draws[:count]
+        self._log_densities = self._log_densities[: len(self.parts), :count]
 
     def log_prob(self) -> Tensor:
         """Return the log density of all proposals' draws together at all draws: ``(S,)``."""
