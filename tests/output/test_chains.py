@@ -297,6 +297,18 @@ def test_larger_fits_name_chains_in_place_of_running_them(monkeypatch):
     assert poor.with_chains().caveat == ""
 
 
+def test_weights_that_are_not_certain_are_replaced_by_chains():
+    """Of proposals that are too narrow weights are even; nothing else shows it but their effective sample size."""
+    fitted = bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVI(corrected=False))
+    right = fitted.corrected().correction.theta["global"]
+    narrow = Correction({"global": 0.5 * right}, 0.2, ess=1e5)
+    kept = fitted.with_correction(CorrectionResult(True, narrow, certain=True))
+    mended = fitted.with_correction(CorrectionResult(True, narrow))
+    sds = [float(p.sample(4000)["mu"].std()) for p in (kept, mended, fitted.corrected())]
+    assert kept.correction.chains == 1 and mended.correction.chains > 1
+    assert sds[0] < 0.7 * sds[2] and sds[1] == pytest.approx(sds[2], rel=0.1)
+
+
 def test_chains_that_agree_are_used_with_fewer_draws():
     """Of chains that do not agree, no number is enough; importance weights that are more exact stay."""
     z = torch.zeros(4, 10, 2)
