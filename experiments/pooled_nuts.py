@@ -13,6 +13,7 @@ that differs, and NUTS is run again.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -144,7 +145,9 @@ def _chains(model: Callable[[Any], None], federation: bf.Federation, least: floa
             way = _Compiled(model, federation, latent, free, kinds)
             tried.append((way, way.sample(DRAWS)))
     best, chains = max(tried, key=lambda pair: ess(pair[1]))
-    return chains if good(chains) and ess(chains) >= least else best.sample(MORE)
+    if good(chains) and ess(chains) >= least:
+        return chains
+    return best.sample(max(MORE, math.ceil(DRAWS * least / max(ess(chains), ESS))))
 
 
 def good(chains: Any) -> bool:

@@ -34,6 +34,9 @@ COLUMNS = (
 SHIFT, RATIO, TAILS = 0.1, (0.9, 1.1), 0.15
 EFFECTIVE = 4000.0
 """The least effective sample size of NUTS: quantiles of 5 % are uncertain by 0.033 sd then."""
+OF_HEAVY_TAILS = {"surgical_data-surgical_model, 0.1": 33_000.0}
+"""The same where a kurtosis of 54 makes the sd of 8,000 draws uncertain by 4 %: NUTS' was 0.175, and a sum over a grid
+gives 0.184."""
 
 
 def measure(name: str) -> list[str]:
@@ -50,21 +53,19 @@ def measure(name: str) -> list[str]:
         return [*about, *[""] * 6, f"error: {error}", "", "", ""]
     seconds = time.perf_counter() - start
     draws = {name: summary(x) for name, x in posterior.sample(20_000).items()}
-    reference = {
-        n: x
-        for n, x in nuts(f"posteriordb_{name}", program, data(), least=EFFECTIVE).items()
-        if n in draws
-    }
+    least = OF_HEAVY_TAILS.get(name, EFFECTIVE)
+    found = nuts(f"posteriordb_{name}", program, data(), least=least)
+    reference = {n: x for n, x in found.items() if n in draws}
     local = {site.name for site in posterior.program.locals}
     far = tails(draws, reference)
     shift, ratio, *of_locals = cells(draws, reference, local)
-    found = []
+    cells_of = []
     for moments, wanted in (((shift, ratio), False), (of_locals, True)):
         own = [far[n] for n in far if (n in local) == wanted]
-        found += [*moments, f"{max(own):.2f}" if own else ""]
+        cells_of += [*moments, f"{max(own):.2f}" if own else ""]
     k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
     goal = judged(misses(draws, reference, far), posterior)
-    return [*about, *found, goal, runner.rounds_of(posterior), k, f"{seconds:.1f}"]
+    return [*about, *cells_of, goal, runner.rounds_of(posterior), k, f"{seconds:.1f}"]
 
 
 def tails(draws: Mapping[str, Summary], reference: Mapping[str, Summary]) -> dict[str, float]:
