@@ -57,7 +57,8 @@ class Target(NamedTuple):
     def of(found: Tensor, count: int, some: Tensor) -> Target:
         """Return the first ``count`` values, and those that follow, which repeat the draws at ``some`` positions."""
         target, again = found.split([count, len(some)])
-        return Target(target, torch.full_like(target, torch.nan).index_copy(0, some, again))
+        at = some.to(target.device)
+        return Target(target, torch.full_like(target, torch.nan).index_copy(0, at, again))
 
 
 def join_targets(targets: Sequence[Target]) -> Target:
@@ -85,7 +86,7 @@ class Estimates(NamedTuple):
         repeats = 0
         if not laplace and learns_block(self.fitted) and self.effort.cost <= LARGEST:
             repeats = math.ceil(len(z) / REPEATED)
-        some = torch.linspace(0, len(z) - 1, repeats).long()
+        some = torch.linspace(0, len(z) - 1, repeats, device=z.device).long()
         found = self._log_target(torch.cat([z, z[some]]), number, laplace)
         return Target.of(found, len(z), some)
 
