@@ -286,9 +286,11 @@ def _shortened(given: Conditionals, u: Tensor, step: Tensor) -> Tensor:
 
 def _newton_step(gradient: Tensor, hessian: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Return the precision, of eigenvalues that are not below the least, and a step as :func:`newton.newton_step`."""
-    precision, below = newton.positive(-hessian, least), newton.is_below(-hessian, least)
+    below = newton.is_below(-hessian, least)
+    bent = bool(below.any())
+    precision = newton.positive(-hessian, least) if bent else -hessian
     step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
-    if bool(below.any()):
+    if bent:
         shorter = newton.magnitude(-hessian[below], least.expand_as(step)[below])
         step[below] = torch.linalg.solve_ex(shorter, gradient[below][..., None])[0].squeeze(-1)
     return precision, step
