@@ -19,9 +19,9 @@ number per draw, of which the server needs the sum over clients. Weights are tru
 2008, *Truncated importance sampling*).
 
 Where a log weight is mostly noise, clients compute log p(D_i | θ_s) by Laplace approximations, see
-:mod:`bayesfed.output.estimates`. If that is found after the first proposal, its draws have these instead, and others
-start from the weighted draws: without the first, which is as wide as q(θ), proposals that are too narrow would not show
-it in many dimensions.
+:mod:`bayesfed.output.estimates`. If that is found after the first proposal, some of its draws have these instead, and
+others start from the weighted draws: without the first, which is as wide as q(θ), proposals that are too narrow would
+not show it in many dimensions. None of these is as wide as the prior, since one of those before was.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ SEEDS = 100
 """The difference between the seeds of the proposals of two fits whose seeds differ by one."""
 CENTRES = 500
 """Number of centres around the draws of the third and later proposals."""
+KEPT = 4
+"""Where noise is found after the first proposal: one in so many of its draws have Laplace's estimates."""
 FAR = 0.1
 """Relative effective sample size of the first proposal below which q(θ) was so far from the posterior that clients'
 variables are drawn from Laplace approximations, not from q(w_i | θ)."""
@@ -130,7 +132,7 @@ def correct(
     z, shares = own, equal_shares(own)
     targets: list[Target] = []
     rough, certain, further, wide, scaled, number = True, False, False, False, False, draws
-    starts_again = False
+    starts_again = restarted = False
     while number:
         around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
@@ -144,9 +146,9 @@ def correct(
         if not added:
             return CorrectionResult(reliable=False)
         if starts_again:
-            proposals.forget_after(draws)
+            proposals.keep_some(draws, KEPT)
             targets = [estimates.at(proposals.draws, 0, laplace)]
-            starts_again = certain = False
+            starts_again, restarted, certain = False, True, False
         with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
         if targets:
@@ -157,8 +159,12 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        wide = len(targets) == PRIOR and not (
-            laplace and effort.slow and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
+        wide = (
+            not restarted
+            and len(targets) == PRIOR
+            and not (
+                laplace and effort.slow and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
+            )
         )
         z, every = proposals.draws, join_targets(targets)
         weights = _assess(every.target - proposals.log_prob(), effort.enough)
@@ -174,7 +180,7 @@ def correct(
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
         if starts_again:
-            number, wide = draws, False
+            number, wide = effort.restarted, False
         elif weights.size < least and len(targets) >= patience:
             return CorrectionResult(reliable=False)
         if starts_again or weights.size < least:

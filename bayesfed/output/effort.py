@@ -93,6 +93,11 @@ class Effort(NamedTuple):
         """The largest variance of log weights, on average over these, that needs no Laplace estimates."""
         return LOUD if self.large else QUIET
 
+    @property
+    def restarted(self) -> int:
+        """The number of draws from the first proposal after noise is found: half of the usual, if these are enough."""
+        return min(self.draws, max(self.draws // 2, EACH * self.least))
+
     def further(self, size: float) -> int:
         """Return how many draws another proposal gives, from the effective sample size of those before.
 

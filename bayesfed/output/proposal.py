@@ -324,12 +324,21 @@ class Proposals:
         self.parts += self._last
         return new
 
-    def forget_after(self, count: int) -> None:
-        """Forget all proposals but those that the first ``count`` draws come from, and the last one added."""
-        ends = accumulate(part.draws for part in self.parts)
-        self.parts = [part for part, end in zip(self.parts, ends, strict=True) if end <= count]
-        self.draws = self.draws[:count]
-        self._log_densities = self._log_densities[: len(self.parts), :count]
+    def keep_some(self, first: int, each: int) -> None:
+        """Keep one in ``each`` of the first draws; forget the others, and proposals that gave none but the last added.
+
+        Args:
+            first: the number of draws of the first proposals.
+            each: 1 or more.
+        """
+        ends = list(accumulate((part.draws for part in self.parts), initial=0))
+        kept = [
+            part._replace(draws=-(-end // each) + (-start // each))
+            for part, (start, end) in zip(self.parts, pairwise(ends), strict=True)
+            if end <= first
+        ]
+        self.parts, self.draws = kept, self.draws[:first:each]
+        self._log_densities = self._log_densities[: len(kept), :first:each]
 
     def log_prob(self) -> Tensor:
         """Return the log density of all proposals' draws together at all draws: ``(S,)``."""

@@ -128,3 +128,32 @@ def test_most_draws_of_a_second_proposal_are_near_a_posterior_far_away():
     target = -((proposals.draws - mean) / sd).square().sum(1) / 2
     weights = (target - proposals.log_prob()).softmax(0)
     assert effective_sample_size(weights) > 0.6 * len(new)
+
+
+def test_some_draws_of_the_first_proposal_are_kept_with_their_density():
+    """Of three proposals, the second is forgotten. The others' density is in proportion to their numbers of draws."""
+    with seeded(0):
+        z = torch.randn(200, 2, dtype=torch.float64)
+    proposals = Proposals()
+
+    def propose(count, around):
+        assert proposals.add(z, equal_shares(z), count, around=around, centres=1)
+
+    with seeded(1):
+        propose(1001, Around.BOTH)
+        drawn = proposals.sample(z.dtype)
+        propose(300, Around.DRAWS)
+        proposals.sample(z.dtype)
+        parts = proposals.parts[:2]
+        propose(500, Around.DRAWS)
+        proposals.keep_some(1001, 4)
+        torch.testing.assert_close(proposals.draws, drawn[::4])
+        last_drawn = proposals.sample(z.dtype)
+    draws = torch.cat([drawn[::4], last_drawn])
+    counts = [125, 126, 500]  # of draws 0 to 499, of 500 to 1000, and of the last
+    density = sum(
+        count * part.mixture.log_prob(draws).exp()
+        for count, part in zip(counts, [*parts, proposals.parts[-1]], strict=True)
+    )
+    torch.testing.assert_close(proposals.draws, draws)
+    torch.testing.assert_close(proposals.log_prob(), (density / 751).log())
