@@ -57,7 +57,7 @@ from bayesfed.output.importance import (
     temper_weights,
     truncate_weights,
 )
-from bayesfed.output.log_densities import DEGREE, SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import (
     learns_block,
     log_target,
@@ -65,8 +65,9 @@ from bayesfed.output.log_target import (
 )
 from bayesfed.output.polynomials import is_polynomial
 from bayesfed.output.prior_coordinates import find_prior_coordinates
-from bayesfed.output.proposal import Around, Proposals
+from bayesfed.output.proposal import Proposals
 from bayesfed.output.scaled_coordinates import find_scaled_coordinates
+from bayesfed.output.sum_of_evidence import DEGREE
 
 PROPOSALS = 2, 6
 """The least and the largest number of proposals."""
@@ -134,13 +135,12 @@ def correct(
     rough, certain, further, wide, scaled, number = True, False, False, False, False, draws
     starts_again = restarted = False
     while number:
-        around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
             z,
             shares,
             number,
-            around=around,
             centres=1 if rough else CENTRES,
+            prior=effort.prior if further or wide else 0.0,
             log_target=join_targets(targets).target if rough and targets else None,
         )
         if not added:
@@ -163,7 +163,9 @@ def correct(
             not restarted
             and len(targets) == PRIOR
             and not (
-                laplace and effort.slow and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
+                laplace
+                and (effort.slow or effort.shared)
+                and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
             )
         )
         z, every = proposals.draws, join_targets(targets)
@@ -285,7 +287,7 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     assert fitted.correction is not None
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
     proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
-    if not proposals.add(z, equal_shares(z), DRAWS, around=Around.DRAWS, centres=CENTRES):
+    if not proposals.add(z, equal_shares(z), DRAWS, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample(z.dtype)

@@ -15,12 +15,13 @@ from bayesfed.output import khat
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.log_densities import DEGREE, SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import learns_block, log_target_twice, noise_variance
 from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
-from bayesfed.output.proposal import Around, Proposals
+from bayesfed.output.proposal import Proposals
 from bayesfed.output.shared_points import COMPARED, share_points
+from bayesfed.output.sum_of_evidence import DEGREE
 
 DRAWS, LATER = 2000, 8000
 """Draws from the first proposal, and the most from each later one, unless that takes long."""
@@ -35,6 +36,9 @@ affordable; the largest cost of estimates without noise."""
 MORE = 1000
 """The number of draws from each proposal of large data in place of :data:`FEWEST` where points that they share give
 estimates, if a polynomial needs as few of these as there would be draws otherwise."""
+FEW_FAR = 0.1
+"""The number of draws as wide as the prior, relative to others, where points that all draws share give estimates: far
+from the posterior these do not, so that all rows are read at each draw."""
 SLOW = 2.4
 """The cost of estimates without noise above which a probe shows first whether they are needed. Where clients are
 elsewhere a probe is an exchange, so that only large data are worth one."""
@@ -94,6 +98,11 @@ class Effort(NamedTuple):
         return LOUD if self.large else QUIET
 
     @property
+    def prior(self) -> float:
+        """The number of draws as wide as the prior, relative to others, of a proposal that has such."""
+        return FEW_FAR if self.shared else 1.0
+
+    @property
     def restarted(self) -> int:
         """The number of draws from the first proposal after noise is found: half of the usual, if these are enough."""
         return min(self.draws, max(self.draws // 2, EACH * self.least))
@@ -133,7 +142,7 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     cost = computed * COST * fitted.program.terms / affordable
     slow = large if elsewhere else cost > SLOW
     mixture = fitted.program.terms > 1
-    shared = slow and not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
+    shared = not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
     if shared and large and evaluations(MORE, size, DEGREE) <= draws:
         draws = later = MORE
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture, shared)
@@ -185,7 +194,7 @@ def probe(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Probe
     """
     own = draws_of_q(fitted, DRAWS)
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
-    if not proposals.add(own, equal_shares(own), SLOW_PROBE, around=Around.DRAWS, centres=1):
+    if not proposals.add(own, equal_shares(own), SLOW_PROBE, centres=1):
         return Probed(distant=True, noisy=False)
     with noise.seeded(0):
         z = proposals.sample(own.dtype)

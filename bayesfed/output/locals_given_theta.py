@@ -259,35 +259,49 @@ def evidence_by_laplace(
     """
     points = shared_points(fitted, theta[GLOBAL][:, 0, 0]) if GLOBAL in theta else None
     if points is None:
-        return _evidence_around_modes(fitted, theta, count, chunk, key)
+        return evidence_around_modes(fitted, theta, count, chunk, key)
     program, federation = fitted.program, fitted.federation
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     evidence = evidence_by_shared_points(points.of_clients(chunk), given)
     missing = evidence.isnan()
-    clients = missing.all(0)
-    draws = missing[:, ~clients].any(1)
-    for rows, columns in ((torch.ones_like(draws), clients), (draws, ~clients)):
-        some, own = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
-        if len(some) and len(own):
-            of_draws = {name: value[some] for name, value in theta.items()}
-            evidence[some[:, None], own] = _evidence_around_modes(
-                fitted, of_draws, len(some), chunk[own.to(chunk.device)], key
-            )
-    return evidence
+    return torch.where(missing, evidence_where(missing, fitted, theta, chunk, key), evidence)
 
 
-def _evidence_around_modes(
-    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+def evidence_where(
+    wanted: Tensor, fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor
+) -> Tensor:
+    """Estimate log p(D_i | θ_s) of some clients from Laplace approximations where ``wanted``, else 0: ``(S, K)``.
+
+    Clients for whom it is wanted at some draws only have smooth densities, so that wider candidates are not compared.
+    Other arguments as of :func:`evidence_by_laplace`.
+    """
+    evidence = torch.zeros(wanted.shape, dtype=torch.float64, device=wanted.device)
+    at_all = wanted.all(0)
+    for part, compared in ((wanted & at_all, True), (wanted & ~at_all, False)):
+        draws, clients = part.any(1).nonzero()[:, 0], part.any(0).nonzero()[:, 0]
+        if len(draws):
+            some = {name: value[draws] for name, value in theta.items()}
+            own = chunk[clients.to(chunk.device)]
+            found = evidence_around_modes(fitted, some, len(draws), own, key, compared)
+            evidence[draws[:, None], clients] = found
+    return evidence.where(wanted, 0.0)
+
+
+def evidence_around_modes(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor, compared: bool = True
 ) -> Tensor:
     """Estimate log p(D_i | θ_s) of some clients from Laplace approximations, ``(S, K)``.
 
-    Of clients with skewed or heavy-tailed posteriors, whose estimates differ from those with more and wider candidates
-    at the first draws of θ, all are made with these.
+    If ``compared``, all estimates of clients with skewed or heavy-tailed posteriors, which differ from those with more
+    and wider candidates at the first draws of θ, are made with these. Other arguments as of
+    :func:`evidence_by_laplace`.
     """
     program, federation = fitted.program, fitted.federation
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     mode, root = laplace_approximation(given)
     evidence = laplace_evidence(given, mode, root, noise.fold(key, federation.stream_ids[chunk]))
+    if not compared:
+        return evidence
     first = min(count, max(LEAST_PROBED, min(PROBED, count // SHARE)))
     centre = _centre(mode, root)
     some = {name: value[:first] for name, value in theta.items()}

@@ -14,21 +14,17 @@ from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
-from bayesfed.guides.family import GLOBAL
 from bayesfed.output.conditionals import has_block, rows_width
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks
+from bayesfed.output.evidence import evidence_chunks
 from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace
-from bayesfed.output.polynomials import LEJA, find_polynomial
+from bayesfed.output.sum_of_evidence import sum_of_evidence
 from bayesfed.tracing.blocks import in_blocks
 
 OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
-DEGREE, SHARE, WORTH = 3, 0.6, 1e6
-"""The degree of the polynomial in θ by which the sum of Laplace's estimates is interpolated; the largest share of the
-draws of θ at which it may be computed for that; the number of rows times draws below which it is not interpolated."""
 PROBED, QUIET = 50, 0.003
 """Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
 
@@ -110,7 +106,7 @@ def sum_log_weights(
         own = noise.fold(key, start) if start else key  # the parts have noise of their own
         if not laplace:
             return (_sum_by_draws(fitted, some, size, own),)
-        return (_interpolated(fitted, some, size, own),)
+        return (sum_of_evidence(fitted, some, size, own),)
 
     nothing = torch.full((1,), -torch.inf, dtype=torch.float64, device=fitted.federation.device)
     (total,) = skip_failing(at, [torch.arange(count), *theta.values()], lambda *_: (nothing,))
@@ -122,43 +118,6 @@ def _sum_by_draws(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Ten
     total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
     for log_p, log_q in _client_log_densities(fitted, theta, count, key):
         total += (log_p - log_q).sum(1)
-    return total
-
-
-def _sum_by_laplace(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Sum the clients' estimates from Laplace approximations, ``(S,)``; arguments as of :func:`sum_log_weights`."""
-    total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
-    for chunk in evidence_chunks(fitted, count):
-        total += evidence_by_laplace(fitted, theta, count, chunk, key).sum(1)
-    return total
-
-
-def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Return the result of :func:`_sum_by_laplace`, where there is one by a polynomial in θ at most draws.
-
-    A sum over many clients is nearly quadratic in θ where their posterior is.
-    """
-
-    def at(draws: Tensor) -> Tensor:
-        return _sum_by_laplace(fitted, {n: v[draws] for n, v in theta.items()}, len(draws), key)
-
-    every, polynomial = torch.arange(count), None
-    if GLOBAL in theta and fitted.federation.rows * count >= WORTH:
-        polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
-    if polynomial is None:
-        return at(every)
-    tests, few = polynomial.tests(), len(polynomial.few)
-    some = torch.cat([polynomial.few, tests, polynomial.far])
-    if len(some) > SHARE * count:
-        return at(every)
-    values = at(some)
-    total = polynomial.fitted(values[:few, None])[:, 0]
-    errors = total[tests] - values[few : few + len(tests)]
-    limit = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
-    if not bool(errors.square().mean().sqrt() < limit):
-        rest = polynomial.others(some)
-        total[rest] = at(rest)
-    total[some] = values
     return total
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -206,14 +205,6 @@ def prior_proposal(like: Tensor) -> StudentMixture:
     return StudentMixture(like.new_zeros(1, size), WIDER * PER_SD * root)
 
 
-class Around(Enum):
-    """What the distributions of a proposal lie around: half of the draws come from each, if there are two."""
-
-    DRAWS = ("draws",)
-    PRIOR = ("prior",)
-    BOTH = ("draws", "prior")
-
-
 class Part(NamedTuple):
     """A mixture that draws of θ come from.
 
@@ -263,8 +254,8 @@ class Proposals:
         weights: Tensor,
         draws: int,
         *,
-        around: Around,
         centres: int,
+        prior: float = 0.0,
         log_target: Tensor | None = None,
     ) -> bool:
         """Add a proposal.
@@ -273,34 +264,33 @@ class Proposals:
             z: draws ``(S, D)``, to which it is fitted.
             weights: their weights ``(S,)``.
             draws: the number of draws that it is to give.
-            around: around the draws ``z``, or as wide as the prior, or both.
-            centres: number of components around the draws; with more than one, draws also come from a distribution
-                that reaches into the tail in which the largest weights lie, if there is one.
+            centres: number of components around the draws ``z``; with more than one, draws also come from a
+                distribution that reaches into the tail in which the largest weights lie, if there is one.
+            prior: the number of draws as wide as the prior, relative to that from these components.
             log_target: the log density of the target at ``z``, all draws so far, ``(S,)``: :data:`SURROGATE` times as
                 many draws as around these come from around the mode of a surrogate of it.
 
         Returns:
             False if the covariance of the draws is singular.
         """
-        mixtures: list[tuple[StudentMixture | None, int, int]] = []
+        mixtures: list[tuple[StudentMixture | None, int, float]] = []
         if log_target is not None:
             ratios = log_target - self.log_prob()
             tempered = temper_weights(ratios, PER_TERM * (1 + z.shape[1]) ** 2)
         for system, (x, log_volume) in enumerate(self._coordinates(z)):
-            if "draws" in around.value:
-                mixtures.append((fit_proposal(x, weights, centres), system, 1))
+            mixtures.append((fit_proposal(x, weights, centres), system, 1))
             if centres > 1:
                 mixtures.append((stretched_proposal(x, weights), system, 1))
             if log_target is not None:
                 surrogate = surrogate_proposal(x, log_target - log_volume, tempered)
                 mixtures.append((surrogate, system, SURROGATE))
-            if "prior" in around.value:
-                mixtures.append((prior_proposal(x), system, 1))
+            if prior:
+                mixtures.append((prior_proposal(x), system, prior))
         found = [(part, system, share) for part, system, share in mixtures if part is not None]
         if not found:
             return False
-        total = list(accumulate((share for *_, share in found), initial=0))
-        ends = [draws * part // total[-1] for part in total]
+        total = list(accumulate((share for *_, share in found), initial=0.0))
+        ends = [int(draws * part / total[-1]) for part in total]
         self._last = [
             Part(mixture, system, end - start)
             for (mixture, system, _), (start, end) in zip(found, pairwise(ends), strict=True)

@@ -44,10 +44,12 @@ and how far from the middle of the prior of u they are examined, in units of its
 SAME, NOTHING = 1e-3, 1e-5
 """The largest error of a gradient in a global by those in the client's variables, relative to the largest such
 gradient; the gradient, relative to the largest in any variable, that is none."""
-CLIENTS, MANY, FEWEST = 200, 3e5, 16
-"""The least number of clients for points that all θ share: of few clients θ is so uncertain that the points are too far
-from the posteriors at many draws of it, while log weights by draws from q(w_i | θ) have little noise. The number of
-rows of all clients times draws of θ above which the points pay, and the least number of draws."""
+CLIENTS, EACH, ENOUGH = 20, 100, 200
+"""The least number of clients for points that all θ share, and of rows of each unless clients are enough: of few
+clients θ is uncertain, and where it matters more than their rows, the points are too far from their posteriors at many
+draws of it."""
+MANY, FEWEST = 3e5, 16
+"""The number of rows of all clients times draws of θ above which the points pay, and the least number of draws."""
 
 OF_CLIENTS = ("mode", "root", "log_densities")
 """The attributes of :class:`SharedPoints` that have a row for each client."""
@@ -128,10 +130,11 @@ def keep_points(fitted: Fitted, points: SharedPoints) -> None:
 
 def _pay(fitted: Fitted, count: int) -> bool:
     """Return whether clients have a block of few local variables, and clients, rows and draws of θ are many."""
-    many = fitted.program.clients >= CLIENTS and count * fitted.rows_read >= MANY
-    if not many or count < FEWEST or not has_block(fitted.program):
+    program, guide = fitted.program, fitted.program.guide
+    few = program.clients < (CLIENTS if program.rows >= EACH * program.clients else ENOUGH)
+    many = count >= FEWEST and count * fitted.rows_read >= MANY
+    if few or not many or not has_block(program):
         return False
-    guide = fitted.program.guide
     return guide.structure is None and len(guide.block_scaling.loc) in SPACING
 
 
@@ -234,11 +237,13 @@ def _log_densities(points: SharedPoints, given: Conditionals) -> Tensor:
     u = points.around(white)
     z = points.centre.expand(len(u), 1, 1, -1)
     (found,) = given.run(_log_density_of_rows, given.width, u, z)
-    size = white.shape[1]
-    volume = points.root.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1)) + size * math.log(
-        SPACING[size]
-    )
-    return (found.double() + volume).mT
+    return (found.double() + point_volumes(points.root)).mT
+
+
+def point_volumes(root: Tensor) -> Tensor:
+    """Return the logarithm of the volume of a point of each client's lattice, ``(K,)``, from roots ``(K, 1, P, P)``."""
+    size = root.shape[-1]
+    return root.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1)) + size * math.log(SPACING[size])
 
 
 def _log_density_of_rows(

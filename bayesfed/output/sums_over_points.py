@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,9 +16,12 @@ from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks, is_below_pre
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.output.shared_points import (
+    REACH,
+    SPACING,
     SharedPoints,
     keep_points,
     lattice_points,
+    point_volumes,
     powers,
     quadratic_priors,
     shared_points,
@@ -56,6 +60,32 @@ def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tens
     far = ~(errors[:, ~poor].sum(1) < limit)
     found[:, poor], found[far] = torch.nan, torch.nan
     return found
+
+
+def evidence_bounds(points: SharedPoints, given: Conditionals) -> Tensor:
+    """Return upper bounds of log p(D_i | θ_s), ``(S, K)`` in double precision; infinite where there are none.
+
+    Within the lattice p(D_i | v) is at most its largest value there, and the prior's weight at most the volume times
+    its largest density. Beyond, p(D_i | v) is at most its largest value at the outermost points, if it falls from a
+    mode within.
+
+    Args:
+        points: those of these clients.
+        given: their posteriors.
+    """
+    prior = quadratic_priors(points, given)
+    if prior is None:
+        return points.log_densities.new_full((given.size, len(points.mode)), torch.inf)
+    white, _, outermost = lattice_points(given.program)
+    size, volumes = white.shape[1], point_volumes(points.root)[:, None]
+    rows = points.log_densities - volumes
+    within, beyond = rows.amax(1, keepdim=True), rows[:, outermost].amax(1, keepdim=True)
+    volume = volumes + math.log(len(white))
+    steepest = prior[:, 1 : 1 + size].norm(dim=1)
+    weight = (volume + prior[:, 0] + REACH * steepest).clamp(max=0.0)
+    between = size * SPACING[size] ** 2 / 8  # of a log density that curves by at most 1
+    bound = between + torch.logaddexp(within + weight, beyond)
+    return bound.where((beyond < within) & bound.isfinite(), torch.inf).mT
 
 
 def normals_by_shared_points(

@@ -12,7 +12,7 @@ from scipy.stats import multivariate_normal, norm, poisson
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.output import evidence, locals_given_theta, log_densities, modes
+from bayesfed.output import evidence, locals_given_theta, modes
 from bayesfed.output.conditionals import has_block
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.log_target import log_target
@@ -111,33 +111,6 @@ def slopes_of_counts():
         theta,
         lambda s: sum(by_quadrature(float(u[s].exp()), x, y) for x, y in rows),
     )
-
-
-def test_a_polynomial_in_the_globals_replaces_the_sum_over_clients_at_most_of_many_draws(
-    monkeypatch,
-):
-    """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
-    posterior, u, theta, exact = slopes_of_counts()
-    computed, by_laplace = [], log_densities.evidence_by_laplace
-
-    def counted(fitted, theta, count, *rest):
-        computed.append(count)
-        return by_laplace(fitted, theta, count, *rest)
-
-    monkeypatch.setattr(log_densities, "evidence_by_laplace", counted)
-    sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
-    assert max(computed) == len(u)  # of few rows
-    computed.clear()
-    monkeypatch.setattr(log_densities, "WORTH", 1)
-    found = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
-    assert max(computed) < len(u) / 4
-    for s in (*range(0, len(u), 40), -2, -1):
-        assert abs(found[s] - exact(s)) < 0.02
-    monkeypatch.setattr(log_densities, "ERROR_OF_SUM", 0.0)
-    computed.clear()
-    every = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
-    assert sum(computed) == len(u)  # at no draw twice
-    assert 0 < (found - every).abs().max() < 0.02
 
 
 def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(monkeypatch):

@@ -9,7 +9,6 @@ from bayesfed.output.effort import equal_shares
 from bayesfed.output.importance import effective_sample_size
 from bayesfed.output.proposal import (
     WIDER,
-    Around,
     Proposals,
     StudentMixture,
     fit_proposal,
@@ -113,14 +112,12 @@ def test_most_draws_of_a_second_proposal_are_near_a_posterior_far_away():
     proposals = Proposals()
     with seeded(0):
         q = torch.randn(2000, 3).double()
-        proposals.add(q, equal_shares(q), 2000, around=Around.DRAWS, centres=1)
+        proposals.add(q, equal_shares(q), 2000, centres=1)
         z = proposals.sample(torch.float64)
         target = -((z - mean) / sd).square().sum(1) / 2
         weights = (target - proposals.log_prob()).softmax(0)
         assert effective_sample_size(weights) < 10
-        added = proposals.add(
-            z, equal_shares(z), 4000, around=Around.DRAWS, centres=1, log_target=target
-        )
+        added = proposals.add(z, equal_shares(z), 4000, centres=1, log_target=target)
         assert added
         new = proposals.sample(torch.float64)
     near = ((new - mean).abs() < 4 * sd).all(1)
@@ -136,16 +133,16 @@ def test_some_draws_of_the_first_proposal_are_kept_with_their_density():
         z = torch.randn(200, 2, dtype=torch.float64)
     proposals = Proposals()
 
-    def propose(count, around):
-        assert proposals.add(z, equal_shares(z), count, around=around, centres=1)
+    def propose(count, prior=0.0):
+        assert proposals.add(z, equal_shares(z), count, centres=1, prior=prior)
 
     with seeded(1):
-        propose(1001, Around.BOTH)
+        propose(1001, prior=1.0)
         drawn = proposals.sample(z.dtype)
-        propose(300, Around.DRAWS)
+        propose(300)
         proposals.sample(z.dtype)
         parts = proposals.parts[:2]
-        propose(500, Around.DRAWS)
+        propose(500)
         proposals.keep_some(1001, 4)
         torch.testing.assert_close(proposals.draws, drawn[::4])
         last_drawn = proposals.sample(z.dtype)

@@ -107,7 +107,7 @@ def data(rows=25):
 
 def fitted_points(program, monkeypatch, rows=25):
     """Return a fit, draws of θ from q, the clients' posteriors given these, and their points."""
-    monkeypatch.setattr(shared_points, "CLIENTS", 0)
+    monkeypatch.setattr(shared_points, "ENOUGH", 0)
     monkeypatch.setattr(shared_points, "MANY", 0)
     posterior = bf.fit(program, data(rows), bf.SFVI(corrected=False), progress=False)
     z = draws_of_q(posterior, DRAWS)[:, None, None]
@@ -262,13 +262,13 @@ def test_draws_of_theta_far_from_the_points_have_other_estimates(monkeypatch):
     far[..., :2] += 1.0
     far[..., 2:] -= 4.0
     theta, chunk = {"global": torch.cat([z, far])}, torch.arange(CLIENTS)
-    computed, around_modes = [], locals_given_theta._evidence_around_modes
+    computed, around_modes = [], locals_given_theta.evidence_around_modes
 
-    def recorded(fitted, theta, count, chunk, key):
+    def recorded(fitted, theta, count, chunk, *rest):
         computed.append((count, len(chunk)))
-        return around_modes(fitted, theta, count, chunk, key)
+        return around_modes(fitted, theta, count, chunk, *rest)
 
-    monkeypatch.setattr(locals_given_theta, "_evidence_around_modes", recorded)
+    monkeypatch.setattr(locals_given_theta, "evidence_around_modes", recorded)
     found = evidence_by_laplace(posterior, theta, DRAWS + 2, chunk, posterior.key(0))
     assert computed == [(2, CLIENTS)]
     key = posterior.key(0)
@@ -294,7 +294,7 @@ def test_rough_densities_have_other_estimates(monkeypatch):
 
 def test_a_fit_is_the_same_with_and_without_them(monkeypatch):
     """Means within three Monte Carlo errors, standard deviations within four."""
-    monkeypatch.setattr(shared_points, "CLIENTS", 0)
+    monkeypatch.setattr(shared_points, "ENOUGH", 0)
     monkeypatch.setattr(shared_points, "MANY", 0)
     monkeypatch.setattr("bayesfed.output.effort.SLOW", 0.0)
     federation = data()

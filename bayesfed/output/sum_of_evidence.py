@@ -1,0 +1,115 @@
+"""Sums over clients of Laplace's estimates of log p(D_i | θ_s), without estimates where they cannot matter.
+
+A sum over many clients is nearly quadratic in θ where their posterior is, so that a polynomial gives it at most draws.
+Far from the posterior, points that all draws share give no estimate, but an upper bound. Other estimates take long
+there, and are left out where the bound shows that a draw has no weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesfed.elbo.elbo import log_prior
+from bayesfed.elbo.program import Params
+from bayesfed.guides.family import GLOBAL
+from bayesfed.output.conditionals import Conditionals
+from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.locals_given_theta import evidence_around_modes, evidence_where
+from bayesfed.output.polynomials import LEJA, find_polynomial
+from bayesfed.output.shared_points import SharedPoints, shared_points
+from bayesfed.output.sums_over_points import evidence_bounds, evidence_by_shared_points
+
+DEGREE, SHARE, WORTH = 3, 0.6, 1e6
+"""The degree of the polynomial in θ by which the sum is interpolated; the largest share of the draws of θ at which it
+may be computed for that; the number of rows times draws below which it is not interpolated."""
+NEGLIGIBLE = 100.0
+"""How many nats the log target of a draw is below the largest, at least, if it has no weight whatever the proposal."""
+
+
+def sum_of_evidence(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Estimate Σ_i log p(D_i | θ_s) by a polynomial in θ at most draws, where there is one: ``(S,)``.
+
+    Args:
+        fitted: q of the clients.
+        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        count: S.
+        key: noise key.
+    """
+
+    def at(draws: Tensor) -> Tensor:
+        some = {name: value[draws] for name, value in theta.items()}
+        return _sum_at_all(fitted, some, len(draws), key)
+
+    every, polynomial = torch.arange(count), None
+    if GLOBAL in theta and fitted.federation.rows * count >= WORTH:
+        polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
+    if polynomial is None:
+        return at(every)
+    tests, few = polynomial.tests(), len(polynomial.few)
+    some = torch.cat([polynomial.few, tests, polynomial.far])
+    if len(some) > SHARE * count:
+        return at(every)
+    values = at(some)
+    total = polynomial.fitted(values[:few, None])[:, 0]
+    errors = total[tests] - values[few : few + len(tests)]
+    limit = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
+    if not bool(errors.square().mean().sqrt() < limit):
+        rest = polynomial.others(some)
+        total[rest] = at(rest)
+    total[some] = values
+    return total
+
+
+def _sum_at_all(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Estimate the sum at all draws, ``(S,)``; arguments as of :func:`sum_of_evidence`."""
+    points = shared_points(fitted, theta[GLOBAL][:, 0, 0]) if GLOBAL in theta else None
+    if points is not None:
+        return _sum_by_shared_points(fitted, points, theta, count, key)
+    total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
+    for chunk in evidence_chunks(fitted, count):
+        total += evidence_around_modes(fitted, theta, count, chunk, key).sum(1)
+    return total
+
+
+def _sum_by_shared_points(
+    fitted: Fitted, points: SharedPoints, theta: Params, count: int, key: Tensor
+) -> Tensor:
+    """Estimate the sum by points that all draws share, and around modes where these give nothing.
+
+    At draws that have no weight it may be an upper bound. Other arguments as of :func:`sum_of_evidence`.
+    """
+    total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
+    beyond, gaps = total.clone(), []
+    for chunk in evidence_chunks(fitted, count):
+        params, batch = fitted.params_of(chunk), fitted.federation.batch(chunk)
+        given = Conditionals(fitted.program, params, theta, batch, count)
+        own = points.of_clients(chunk)
+        evidence = evidence_by_shared_points(own, given)
+        missing = evidence.isnan()
+        of_clients = missing & missing.all(0)
+        total += evidence.nansum(1) + evidence_where(of_clients, fitted, theta, chunk, key).sum(1)
+        missing &= ~of_clients
+        draws = missing.any(1).nonzero()[:, 0]
+        if len(draws):
+            bounds = evidence_bounds(own, given.at(draws))
+            beyond[draws] += bounds.where(missing[draws], 0.0).sum(1)
+            gaps.append((chunk, missing))
+    negligible = torch.zeros(count, dtype=torch.bool, device=total.device)
+    if gaps and len(fitted.federation) == fitted.program.clients:
+        negligible = _negligible(
+            fitted, theta, total + beyond, torch.stack([m.any(1) for _, m in gaps]).any(0)
+        )
+    total[negligible] += beyond[negligible]
+    for chunk, missing in gaps:
+        wanted = missing & ~negligible[:, None]
+        total += evidence_where(wanted, fitted, theta, chunk, key).sum(1)
+    return total
+
+
+def _negligible(fitted: Fitted, theta: Params, bound: Tensor, far: Tensor) -> Tensor:
+    """Return at which of some draws an upper bound of the sum ``(S,)`` shows that they have no weight."""
+    log_target = bound + log_prior(fitted.program, fitted.params, theta, len(bound))
+    largest = log_target.where(~far, -torch.inf).max()
+    return far & (log_target < largest - NEGLIGIBLE)
