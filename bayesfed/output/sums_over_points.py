@@ -32,6 +32,9 @@ SomeFitted = TypeVar("SomeFitted", bound=Fitted)
 POOR, BEYOND = 0.02, 0.01
 """The difference from the sum over half of the points above which a client needs others; the mass beyond the lattice,
 relative to that of its outermost points."""
+DISTANCES, STEEPER = (1, 2, 4, 8, 16, 32), 1.5
+"""Distances from the mode at which bounds are tried, in units of that of the farthest points; how much more a log
+density has fallen at these than at half of their distance, at least, if it goes on falling."""
 TOGETHER, DEGREE, ASIDE = 500_000, 2, 0.2
 """Numbers that are added up at once; the degree of polynomials in θ in place of moments, and the distance of a mean, in
 standard deviations, at which they are not used."""
@@ -65,12 +68,13 @@ def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tens
 def evidence_bounds(points: SharedPoints, given: Conditionals) -> Tensor:
     """Return upper bounds of log p(D_i | θ_s), ``(S, K)`` in double precision; infinite where there are none.
 
-    Within the lattice p(D_i | v) is at most its largest value there, and the prior's weight at most the volume times
-    its largest density. Beyond, p(D_i | v) is at most its largest value at the outermost points, if it falls from a
-    mode within.
+    Within a distance of the mode, p(D_i | v) is at most its largest value at the points, and the prior's weight at most
+    the volume times its largest density. Beyond, p(D_i | v) has fallen by as much as at the outermost points, and goes
+    on falling as steeply if it is log-concave, which points half as far away show. Of several distances the one with
+    the least bound counts.
 
     Args:
-        points: those of these clients.
+        points: those of these clients, whose densities have one mode.
         given: their posteriors.
     """
     prior = quadratic_priors(points, given)
@@ -80,12 +84,18 @@ def evidence_bounds(points: SharedPoints, given: Conditionals) -> Tensor:
     size, volumes = white.shape[1], point_volumes(points.root)[:, None]
     rows = points.log_densities - volumes
     within, beyond = rows.amax(1, keepdim=True), rows[:, outermost].amax(1, keepdim=True)
-    volume = volumes + math.log(len(white))
-    steepest = prior[:, 1 : 1 + size].norm(dim=1)
-    weight = (volume + prior[:, 0] + REACH * steepest).clamp(max=0.0)
-    between = size * SPACING[size] ** 2 / 8  # of a log density that curves by at most 1
-    bound = between + torch.logaddexp(within + weight, beyond)
-    return bound.where((beyond < within) & bound.isfinite(), torch.inf).mT
+    away = white.norm(dim=1)
+    halfway = (away > REACH / 2 - SPACING[size]) & (away <= REACH / 2)
+    fall = within - beyond
+    concave = fall > STEEPER * (within - rows[:, halfway].amax(1, keepdim=True))
+    volume, steepest = volumes + math.log(len(white)), prior[:, 1 : 1 + size].norm(dim=1)
+    bound = torch.full_like(steepest, torch.inf)
+    for factor in DISTANCES:
+        weight = volume + size * math.log(factor) + prior[:, 0] + factor * REACH * steepest
+        steep = torch.where(concave, factor, 1.0) * fall
+        bound = torch.minimum(bound, torch.logaddexp(weight.clamp(max=0.0), -steep))
+    bound = bound + within + size * SPACING[size] ** 2 / 8  # the most between points
+    return bound.where((fall > 0) & bound.isfinite(), torch.inf).mT
 
 
 def normals_by_shared_points(
