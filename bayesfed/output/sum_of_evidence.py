@@ -81,7 +81,7 @@ def _sum_by_shared_points(
     At draws that have no weight it may be an upper bound. Other arguments as of :func:`sum_of_evidence`.
     """
     total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
-    beyond, gaps = total.clone(), []
+    bounds, far, gaps = total.clone(), torch.zeros_like(total, dtype=torch.bool), []
     for chunk in evidence_chunks(fitted, count):
         params, batch = fitted.params_of(chunk), fitted.federation.batch(chunk)
         given = Conditionals(fitted.program, params, theta, batch, count)
@@ -93,23 +93,24 @@ def _sum_by_shared_points(
         missing &= ~of_clients
         draws = missing.any(1).nonzero()[:, 0]
         if len(draws):
-            bounds = evidence_bounds(own, given.at(draws))
-            beyond[draws] += bounds.where(missing[draws], 0.0).sum(1)
+            found = evidence_bounds(own, given.at(draws))
+            bounds[draws] += found.where(missing[draws], 0.0).sum(1)
+            far[draws] = True
             gaps.append((chunk, missing))
-    negligible = torch.zeros(count, dtype=torch.bool, device=total.device)
-    if gaps and len(fitted.federation) == fitted.program.clients:
-        negligible = _negligible(
-            fitted, theta, total + beyond, torch.stack([m.any(1) for _, m in gaps]).any(0)
-        )
-    total[negligible] += beyond[negligible]
+    negligible = _negligible(fitted, theta, total + bounds, far) if gaps else far
+    total[negligible] += bounds[negligible]
     for chunk, missing in gaps:
         wanted = missing & ~negligible[:, None]
         total += evidence_where(wanted, fitted, theta, chunk, key).sum(1)
     return total
 
 
-def _negligible(fitted: Fitted, theta: Params, bound: Tensor, far: Tensor) -> Tensor:
-    """Return at which of some draws an upper bound of the sum ``(S,)`` shows that they have no weight."""
-    log_target = bound + log_prior(fitted.program, fitted.params, theta, len(bound))
-    largest = log_target.where(~far, -torch.inf).max()
-    return far & (log_target < largest - NEGLIGIBLE)
+def _negligible(fitted: Fitted, theta: Params, bounds: Tensor, far: Tensor) -> Tensor:
+    """Return which draws have no weight, as upper bounds of the sum ``(S,)`` show; none of a part of the clients.
+
+    The bounds are estimates, but at draws that are ``far`` from the points, ``(S,)``.
+    """
+    if len(fitted.federation) < fitted.program.clients:
+        return torch.zeros_like(far)
+    log_target = bounds + log_prior(fitted.program, fitted.params, theta, len(bounds))
+    return far & (log_target < log_target.where(~far, -torch.inf).max() - NEGLIGIBLE)
