@@ -244,10 +244,23 @@ def _normals(fitted: Fitted, given: Conditionals, chunk: Tensor) -> tuple[Tensor
     if not normals:
         return laplace_approximation(given)
     mean, root = normals
-    poor = mean.isnan().flatten(2).any(2).any(0).nonzero()[:, 0]
-    if len(poor):
-        mean[:, poor], root[:, poor] = laplace_approximation(given.of_clients(poor))
+    missing = mean.isnan().flatten(2).any(2)
+    for draws, clients, _ in _parts(missing):
+        own = given.at(draws).of_clients(clients)
+        mean[draws[:, None], clients], root[draws[:, None], clients] = laplace_approximation(own)
     return mean, root
+
+
+def _parts(wanted: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield the draws and the clients of parts that have all wanted pairs ``(S, K)``, and whether all draws are.
+
+    Clients that are wanted at all draws are one part.
+    """
+    at_all = wanted.all(0)
+    for part, every in ((wanted & at_all, True), (wanted & ~at_all, False)):
+        draws, clients = part.any(1).nonzero()[:, 0], part.any(0).nonzero()[:, 0]
+        if len(draws):
+            yield draws, clients, every
 
 
 def evidence_by_laplace(
@@ -276,14 +289,12 @@ def evidence_where(
     Other arguments as of :func:`evidence_by_laplace`.
     """
     evidence = torch.zeros(wanted.shape, dtype=torch.float64, device=wanted.device)
-    at_all = wanted.all(0)
-    for part, compared in ((wanted & at_all, True), (wanted & ~at_all, False)):
-        draws, clients = part.any(1).nonzero()[:, 0], part.any(0).nonzero()[:, 0]
-        if len(draws):
-            some = {name: value[draws] for name, value in theta.items()}
-            own = chunk[clients.to(chunk.device)]
-            found = evidence_around_modes(fitted, some, len(draws), own, key, compared)
-            evidence[draws[:, None], clients] = found
+    for draws, clients, every in _parts(wanted):
+        some = {name: value[draws] for name, value in theta.items()}
+        own = chunk[clients.to(chunk.device)]
+        evidence[draws[:, None], clients] = evidence_around_modes(
+            fitted, some, len(draws), own, key, every
+        )
     return evidence.where(wanted, 0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,9 +36,9 @@ relative to that of its outermost points."""
 DISTANCES, STEEPER = (1, 2, 4, 8, 16, 32), 1.5
 """Distances from the mode at which bounds are tried, in units of that of the farthest points; how much more a log
 density has fallen at these than at half of their distance, at least, if it goes on falling."""
-TOGETHER, DEGREE, ASIDE = 500_000, 2, 0.2
+TOGETHER, DEGREE, ASIDE, ASTRAY = 500_000, 2, 0.2, 0.001
 """Numbers that are added up at once; the degree of polynomials in θ in place of moments, and the distance of a mean, in
-standard deviations, at which they are not used."""
+standard deviations, at which they are not used; the error of a log sum above which it gives no moments."""
 
 
 def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tensor:
@@ -52,12 +53,14 @@ def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tens
     prior = quadratic_priors(points, given)
     if prior is None:
         return points.log_densities.new_full((given.size, len(points.mode)), torch.nan)
-    white, second, outermost = lattice_points(given.program)
-    which = torch.stack([torch.ones_like(white[:, 0]), 2 * second, outermost])
-    (total, half, beyond), level = _sums(points, white, prior, which)
-    found, half, beyond = total.log() + level, half.log() + level, beyond / total
-    errors = (half - found).square() / 4 + BEYOND * beyond
-    poor = ~((half - found).abs().nanmedian(0).values < POOR)
+    white, second, lines, outermost = lattice_points(given.program)
+    which = torch.cat(
+        [torch.ones_like(white[:, :1]).mT, outermost[None], 2 * second[None], 2 * lines]
+    )
+    (total, beyond, half, *halves), level = _sums(points, white, prior, which)
+    found, difference = total.log() + level, (half / total).log()
+    errors = difference.square() / 4 + BEYOND * beyond / total + _errors_along_axes(halves, total)
+    poor = ~(difference.abs().nanmedian(0).values < POOR)
     poor |= is_below_precision(points.mode, points.root).squeeze(-1)
     limit = ERROR_OF_SUM * len(poor) / given.program.clients
     far = ~(errors[:, ~poor].sum(1) < limit)
@@ -80,7 +83,7 @@ def evidence_bounds(points: SharedPoints, given: Conditionals) -> Tensor:
     prior = quadratic_priors(points, given)
     if prior is None:
         return points.log_densities.new_full((given.size, len(points.mode)), torch.inf)
-    white, _, outermost = lattice_points(given.program)
+    white, _, _, outermost = lattice_points(given.program)
     size, volumes = white.shape[1], point_volumes(points.root)[:, None]
     rows = points.log_densities - volumes
     within, beyond = rows.amax(1, keepdim=True), rows[:, outermost].amax(1, keepdim=True)
@@ -103,8 +106,8 @@ def normals_by_shared_points(
 ) -> tuple[Tensor, Tensor] | None:
     """Return means ``(S, K, 1, P)`` of u given θ_s and roots of the covariances, ``(S, K, 1, P, P)``, about.
 
-    They are NaN of clients for whom the points are too few. Of many draws of θ they are computed at a few, and are
-    polynomials in θ at the others, if these are close at some of the farthest. None where the prior of u is not Normal.
+    They are NaN where the points are too few. Of many draws of θ they are computed at a few, and are polynomials in θ
+    at the others, if these are close at some of the farthest. None where the prior of u is not Normal.
 
     Args:
         points: those of these clients.
@@ -124,8 +127,10 @@ def normals_by_shared_points(
         close = torch.linalg.solve_triangular(
             root, (polynomial.fitted(mean[:count])[some] - mean)[..., None], upper=False
         )
+        missing = mean.isnan().any(2)
         mean, root = fitted_mean, fitted_root
-        if not bool((close[count:].nan_to_num(0.0).abs() < ASIDE).all()):
+        everywhere = bool((missing == missing.all(0)).all())
+        if not (everywhere and bool((close[count:].nan_to_num(0.0).abs() < ASIDE).all())):
             rest = polynomial.others(some)
             others = _moments(points, given.at(rest))
             assert others is not None
@@ -171,14 +176,16 @@ def with_moments(fitted: SomeFitted, z: Tensor) -> SomeFitted:
 def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor] | None:
     """Return the mean ``(S, K, P)`` of x, v = û + H^{−½} x, and a root of its covariance, ``(S, K, P, P)``.
 
-    They are NaN of clients for whom the points are too few at most draws, or do not give a covariance at some.
+    They are NaN of clients for whom the points are too few at most draws, or do not give a covariance at some, and at
+    draws where they are too far apart.
     """
     if (prior := quadratic_priors(points, given)) is None:
         return None
-    white, second, _ = lattice_points(given.program)
-    sums, _ = _sums(points, white, prior, torch.cat([powers(white).mT, 2.0 * second[None]]))
-    half, moments = sums[-1] / sums[0], (sums[1:-1] / sums[0]).movedim(0, -1)
-    size = points.mode.shape[-1]
+    white, second, lines, _ = lattice_points(given.program)
+    features, size = powers(white).mT, white.shape[1]
+    sums, _ = _sums(points, white, prior, torch.cat([features, 2.0 * second[None], 2.0 * lines]))
+    moments = (sums[1 : len(features)] / sums[0]).movedim(0, -1)
+    half, halves = sums[len(features)] / sums[0], sums[len(features) + 1 :]
     mean, (row, column) = moments[..., :size], torch.triu_indices(size, size)
     covariance = moments.new_empty(*moments.shape[:2], size, size)
     covariance[..., row, column] = covariance[..., column, row] = moments[..., size:]
@@ -186,8 +193,18 @@ def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor]
     root, failed = torch.linalg.cholesky_ex(covariance.nan_to_num())
     poor = ~((half.log().abs().nanmedian(0).values < POOR) & (failed == 0).all(0))
     poor |= ~torch.cat([mean, root.flatten(2)], 2).isfinite().all(2).all(0)
-    mean[:, poor], root[:, poor] = torch.nan, torch.nan
+    astray = ~(_errors_along_axes(halves, sums[0]) < ASTRAY) | poor
+    mean[astray], root[astray] = torch.nan, torch.nan
     return mean, root
+
+
+def _errors_along_axes(halves: Sequence[Tensor] | Tensor, total: Tensor) -> Tensor:
+    """Return about the errors of log sums ``(S, K)``, from those over every second point along each axis.
+
+    Where points are twice as close, a Normal's sum has an eighth of the fourth power of the error. Four times as much
+    is taken for others.
+    """
+    return torch.stack([(half / total).log().pow(4) / 2 for half in halves]).sum(0)
 
 
 def _sums(

@@ -276,6 +276,29 @@ def test_draws_of_theta_far_from_the_points_have_other_estimates(monkeypatch):
     assert torch.equal(found[-2:], expected)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_prior_that_is_narrow_along_one_axis_has_other_estimates(axis, monkeypatch):
+    """Where it is narrower than the points are apart, a lattice's sum may have any value."""
+    posterior, z, given, points = fitted_points(slopes, monkeypatch)
+    narrow = z.clone()
+    narrow[..., 2 + axis] -= torch.linspace(-8.0, 8.0, DRAWS).clamp(min=0.0)[:, None, None]
+    theta, chunk = {"global": narrow}, torch.arange(CLIENTS)
+    own = given._replace(theta=theta)
+    found = evidence_by_shared_points(points, own)
+    key = posterior.key(0)
+    exact = locals_given_theta.evidence_around_modes(posterior, theta, DRAWS, chunk, key)
+    known = found.isfinite().all(1)
+    assert bool(known[:20].all()) and int(known.sum()) < DRAWS - 10
+    assert float((found - exact)[known].sum(1).abs().max()) < 0.1
+    mean, root = normals_by_shared_points(points, own)
+    mode, spread = laplace_approximation(own)
+    for s, k in (mean.isfinite().flatten(2).all(2)).nonzero().tolist():
+        sd = spread[s, k, 0].square().sum(-1).sqrt()
+        assert ((mean - mode)[s, k, 0].abs() / sd).max() < 0.4
+        assert (root[s, k, 0].square().sum(-1).sqrt() / sd - 1).abs().max() < 0.4
+    assert mean[-1].isnan().all()
+
+
 def test_rough_densities_have_other_estimates(monkeypatch):
     """The sum over half of the points shows that a density with kinks is not one for a lattice."""
 
