@@ -11,9 +11,9 @@ globals, nothing is estimated here.
 
 The points are a lattice around the mode of u given z̄, whose sum is exact but for terms that fall exponentially with the
 square of the density of points, for any smooth density (Trefethen & Weideman 2014, *The exponentially convergent
-trapezoidal rule*). The sum over every second point shows the error, and so do those over every second point along each
-axis, since the prior may be narrower along one than the points are apart. The share of the outermost points shows what
-lies beyond.
+trapezoidal rule*). The sum over every second point shows the error, and the share of the outermost ones what lies
+beyond. Where the prior is narrower along an axis than the points are apart there is no estimate, since both sums may be
+wrong alike.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _some_share_points(fitted: Fitted, z: Tensor) -> bool:
 
 def _find_points(fitted: Fitted, z: Tensor) -> SharedPoints | None:
     """Return points of all clients around the median of draws of θ ``(S, 1, 1, D)``; None if there is no M."""
-    centre, white = z.median(0, keepdim=True).values, lattice_points(fitted.program).white
+    centre, white = z.median(0, keepdim=True).values, lattice_points(fitted.program)[0]
     parts: list[SharedPoints] = []
     for chunk in evidence_chunks(fitted, len(white)):
         program, params, batch = (
@@ -216,24 +216,8 @@ def _moved_by_globals(
     return moved.to(z) if same else None
 
 
-class Lattice(NamedTuple):
-    """L points around 0.
-
-    Attributes:
-        white: the points, ``(L, P)``.
-        second: which they are of every second one, as of the black squares of a chessboard, ``(L,)``.
-        lines: which are of every second one along each axis, ``(P, L)``.
-        outermost: which lie at the edge, ``(L,)``.
-    """
-
-    white: Tensor
-    second: Tensor
-    lines: Tensor
-    outermost: Tensor
-
-
-def lattice_points(program: Program) -> Lattice:
-    """Return the points of the lattice for the local variables of a program."""
+def lattice_points(program: Program) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the points of the lattice around 0, ``(L, P)``, which every second of them are, and the outermost."""
     size = len(program.guide.block_scaling.loc)
     spacing = SPACING[size]
     most = int(REACH / spacing)
@@ -241,18 +225,16 @@ def lattice_points(program: Program) -> Lattice:
     steps = torch.cartesian_prod(*[axis] * size).reshape(-1, size)
     distance = spacing * steps.double().norm(dim=1)
     near = distance <= REACH
-    steps, distance = steps[near], distance[near]
-    return Lattice(
-        spacing * steps.double(),
-        steps.sum(1) % 2 == 0,
-        (steps % 2 == 0).mT,
-        distance > REACH - spacing,
+    return (
+        spacing * steps[near].double(),
+        steps[near].sum(1) % 2 == 0,
+        distance[near] > REACH - spacing,
     )
 
 
 def _log_densities(points: SharedPoints, given: Conditionals) -> Tensor:
     """Return the densities of the rows at the points, with the volume of each: ``(K, L)``."""
-    white = lattice_points(given.program).white
+    white, _, _ = lattice_points(given.program)
     u = points.around(white)
     z = points.centre.expand(len(u), 1, 1, -1)
     (found,) = given.run(_log_density_of_rows, given.width, u, z)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -36,9 +35,10 @@ relative to that of its outermost points."""
 DISTANCES, STEEPER = (1, 2, 4, 8, 16, 32), 1.5
 """Distances from the mode at which bounds are tried, in units of that of the farthest points; how much more a log
 density has fallen at these than at half of their distance, at least, if it goes on falling."""
-TOGETHER, DEGREE, ASIDE, ASTRAY = 500_000, 2, 0.2, 0.001
+TOGETHER, DEGREE, ASIDE, NARROW = 500_000, 2, 0.2, 1.5
 """Numbers that are added up at once; the degree of polynomials in θ in place of moments, and the distance of a mean, in
-standard deviations, at which they are not used; the error of a log sum above which it gives no moments."""
+standard deviations, at which they are not used; the precision of a prior along an axis, in units of the distance of
+points, above which these give nothing."""
 
 
 def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tensor:
@@ -53,13 +53,12 @@ def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tens
     prior = quadratic_priors(points, given)
     if prior is None:
         return points.log_densities.new_full((given.size, len(points.mode)), torch.nan)
-    white, second, lines, outermost = lattice_points(given.program)
-    which = torch.cat(
-        [torch.ones_like(white[:, :1]).mT, outermost[None], 2 * second[None], 2 * lines]
-    )
-    (total, beyond, half, *halves), level = _sums(points, white, prior, which)
+    white, second, outermost = lattice_points(given.program)
+    which = torch.stack([torch.ones_like(white[:, 0]), 2 * second, outermost])
+    (total, half, beyond), level = _sums(points, white, prior, which)
     found, difference = total.log() + level, (half / total).log()
-    errors = difference.square() / 4 + BEYOND * beyond / total + _errors_along_axes(halves, total)
+    errors = difference.square() / 4 + BEYOND * beyond / total
+    errors = errors.where(~_is_narrow(prior, white.shape[1]), torch.inf)
     poor = ~(difference.abs().nanmedian(0).values < POOR)
     poor |= is_below_precision(points.mode, points.root).squeeze(-1)
     limit = ERROR_OF_SUM * len(poor) / given.program.clients
@@ -83,7 +82,7 @@ def evidence_bounds(points: SharedPoints, given: Conditionals) -> Tensor:
     prior = quadratic_priors(points, given)
     if prior is None:
         return points.log_densities.new_full((given.size, len(points.mode)), torch.inf)
-    white, _, _, outermost = lattice_points(given.program)
+    white, _, outermost = lattice_points(given.program)
     size, volumes = white.shape[1], point_volumes(points.root)[:, None]
     rows = points.log_densities - volumes
     within, beyond = rows.amax(1, keepdim=True), rows[:, outermost].amax(1, keepdim=True)
@@ -181,11 +180,10 @@ def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor]
     """
     if (prior := quadratic_priors(points, given)) is None:
         return None
-    white, second, lines, _ = lattice_points(given.program)
-    features, size = powers(white).mT, white.shape[1]
-    sums, _ = _sums(points, white, prior, torch.cat([features, 2.0 * second[None], 2.0 * lines]))
-    moments = (sums[1 : len(features)] / sums[0]).movedim(0, -1)
-    half, halves = sums[len(features)] / sums[0], sums[len(features) + 1 :]
+    white, second, _ = lattice_points(given.program)
+    sums, _ = _sums(points, white, prior, torch.cat([powers(white).mT, 2.0 * second[None]]))
+    half, moments = sums[-1] / sums[0], (sums[1:-1] / sums[0]).movedim(0, -1)
+    size = points.mode.shape[-1]
     mean, (row, column) = moments[..., :size], torch.triu_indices(size, size)
     covariance = moments.new_empty(*moments.shape[:2], size, size)
     covariance[..., row, column] = covariance[..., column, row] = moments[..., size:]
@@ -193,18 +191,16 @@ def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor]
     root, failed = torch.linalg.cholesky_ex(covariance.nan_to_num())
     poor = ~((half.log().abs().nanmedian(0).values < POOR) & (failed == 0).all(0))
     poor |= ~torch.cat([mean, root.flatten(2)], 2).isfinite().all(2).all(0)
-    astray = ~(_errors_along_axes(halves, sums[0]) < ASTRAY) | poor
-    mean[astray], root[astray] = torch.nan, torch.nan
+    missing = _is_narrow(prior, size) | poor
+    mean[missing], root[missing] = torch.nan, torch.nan
     return mean, root
 
 
-def _errors_along_axes(halves: Sequence[Tensor] | Tensor, total: Tensor) -> Tensor:
-    """Return about the errors of log sums ``(S, K)``, from those over every second point along each axis.
-
-    Where points are twice as close, a Normal's sum has an eighth of the fourth power of the error. Four times as much
-    is taken for others.
-    """
-    return torch.stack([(half / total).log().pow(4) / 2 for half in halves]).sum(0)
+def _is_narrow(prior: Tensor, size: int) -> Tensor:
+    """Return where a prior is narrower along an axis than points are apart, ``(S, K)``, from its coefficients."""
+    row, column = torch.triu_indices(size, size)
+    squares = prior[:, 1 + size :][:, row == column]
+    return ~(-2 * squares * SPACING[size] ** 2 < NARROW).all(1).mT
 
 
 def _sums(
