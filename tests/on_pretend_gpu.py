@@ -14,10 +14,12 @@ from scipy.special import expit
 import bayesfed as bf
 from bayesfed import models
 from bayesfed.engine.program import build_program
-from bayesfed.output import metrics
+from bayesfed.output import metrics, shared_points, sum_of_evidence
+from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.vmap.one_client import OneClient
 from tests import pretend_gpu
 from tests.invariants.cases import CASES, federation, small
+from tests.output import test_shared_points, test_sum_of_evidence
 from tests.test_gpu import QUESTIONS, as_tensors
 
 pytestmark = pytest.mark.skipif(
@@ -201,3 +203,18 @@ def test_errors_of_models_say_what_to_write(where):
     if where == "pretend":
         with pytest.raises(ValueError, match="outside the model lies on another device"):
             fit(model, federation(), where, rounds=1)
+
+
+def test_rows_are_read_at_points_that_all_draws_share(device, monkeypatch):
+    """Also where the points give a bound only, and where they give nothing."""
+    monkeypatch.setattr(shared_points, "ENOUGH", 0)
+    monkeypatch.setattr(shared_points, "MANY", 0)
+    monkeypatch.setattr(sum_of_evidence, "NEGLIGIBLE", 20.0)
+    posterior = fit(test_shared_points.slopes, test_shared_points.data(), device)
+    assert posterior.correction is not None
+    assert posterior.sample(100)["effect"].isfinite().all()
+    z = posterior.correction.theta["global"][:60]
+    theta = {"global": torch.cat([z, test_sum_of_evidence.around(z, 2.0)])}
+    plain = replace(posterior, correction=None)
+    found = sum_log_weights(plain, theta, 120, plain.key(0), laplace=True)
+    assert found.device == device and found[:60].isfinite().all()
