@@ -35,8 +35,8 @@ CACHED = 2**15
 
 def _mix(x: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+        x = (x >> shift).bitwise_and_((1 << (64 - shift)) - 1).bitwise_xor_(x).mul_(factor)
+    return (x >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(x)
 
 
 @contextmanager
@@ -137,9 +137,10 @@ def _normals(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int
     for data in path:
         keys = fold(keys, data)
     bits = _mix(keys[..., None] + strides)
-    halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
-    odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1
-    return (_erfinv(odd) if compiling() else odd.erfinv_()) * math.sqrt(2)
+    halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count].bitwise_and_((1 << 24) - 1)
+    odd = halves.mul_(2).sub_((1 << 24) - 1).float()  # symmetric around 0, and odd, so never 0
+    odd = odd.mul_(2.0**-24)  # in (-1, 1), never ±1
+    return (_erfinv(odd) if compiling() else odd.erfinv_()).mul_(math.sqrt(2))
 
 
 # fmt: off

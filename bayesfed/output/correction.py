@@ -91,7 +91,9 @@ KEPT = 4
 """Where noise is found after the first proposal: one in so many of its draws have Laplace's estimates."""
 FAR = 0.1
 """Relative effective sample size of the first proposal below which q(θ) was so far from the posterior that clients'
-variables are drawn from Laplace approximations, not from q(w_i | θ)."""
+variables are drawn from Laplace approximations, not from q(w_i | θ), unless this turns out to be their posterior."""
+LITTLE = 0.01
+"""The variance of log weights, on average over these, up to which q(w_i | θ) is the clients' posterior."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
 
@@ -128,7 +130,7 @@ def correct(
     patience = PATIENCE if effort.slow or effort.mixture else QUICK_PATIENCE
     estimates = Estimates(fitted, log_weights, fitted.key(0, "correction"), effort)
     own = draws_of_q(fitted, draws)
-    laplace = laplace_locals = False
+    laplace, is_far, variance = False, False, math.nan
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, equal_shares(own)
     targets: list[Target] = []
@@ -171,16 +173,15 @@ def correct(
         z, every = proposals.draws, join_targets(targets)
         weights = _assess(every.target - proposals.log_prob(), effort.enough)
         if len(targets) > 1 and not laplace:
-            laplace = starts_again = (
-                mean_noise_variance(weights.shares, *every) > effort.acceptable_noise
-            )
+            variance = mean_noise_variance(weights.shares, *every)
+            laplace = starts_again = variance > effort.acceptable_noise
         shares, rough = weights.shares, weights.size < draws / 2
         size_of_each = weights.size_of_each(z)
         number = effort.further(size_of_each)
         if wide:
             number = max(2 * draws, min(2 * number, LATER))
         if len(targets) == 1 and weights.size < FAR * len(z):
-            laplace_locals = learns_block(fitted)
+            is_far = learns_block(fitted)
         if starts_again:
             number, wide = effort.restarted, False
         elif weights.size < least and len(targets) >= patience:
@@ -205,10 +206,11 @@ def correct(
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
+    laplace_locals = laplace or (is_far and not variance <= LITTLE)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,
-        (laplace or laplace_locals) and not estimates.suffice_for_locals(z),
+        laplace_locals and not estimates.suffice_for_locals(z),
         ess=size,
         log_weights=weights.logs,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def weighted_noise_variance(once: Tensor, again: Tensor, log_proposal: Tensor) -
 
 
 def mean_noise_variance(shares: Tensor, once: Tensor, again: Tensor) -> float:
-    """Estimate the mean variance of log targets over the weights of their draws; 0 if none was computed twice.
+    """Estimate the mean variance of log targets over the weights of their draws; NaN if none was computed twice.
 
     Args:
         shares: the weights, ``(S,)``.
@@ -88,6 +90,6 @@ def mean_noise_variance(shares: Tensor, once: Tensor, again: Tensor) -> float:
     """
     known = again.isfinite() & once.isfinite()
     if not bool(known.any()):
-        return 0.0
+        return math.nan
     own = shares[known] / shares[known].sum()
     return float(own @ (once[known] - again[known]).square()) / 2
