@@ -33,9 +33,10 @@ RATE = 0.5
 FEWEST, LARGE, LARGEST = 250, 64, 200
 """The number of draws from each proposal where data are large; their largest number relative to those that are
 affordable; the largest cost of estimates without noise."""
-MORE = 1000
-"""The number of draws from each proposal of large data in place of :data:`FEWEST` where points that they share give
-estimates, if a polynomial needs as few of these as there would be draws otherwise."""
+MORE, OF_CLIENTS = 1000, 1e5
+"""The least number of draws from the first proposal where points that they share give estimates, if a polynomial of
+large data needs as few of these as there would be draws otherwise, and of other data if it times the number of clients
+is at most the latter."""
 FEW_FAR = 0.1
 """The number of draws as wide as the prior, relative to others, where points that all draws share give estimates: far
 from the posterior these do not, so that all rows are read at each draw."""
@@ -145,6 +146,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     shared = not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
     if shared and large and evaluations(MORE, size, DEGREE) <= draws:
         draws = later = MORE
+    elif shared and not large and MORE * len(fitted.federation) <= OF_CLIENTS:
+        draws, later = max(draws, MORE), max(later, LONGER * MORE)
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture, shared)
 
 

@@ -15,6 +15,7 @@ from bayesfed.output.effort import (
     FEWEST,
     LATER,
     LONGER,
+    MORE,
     PER_DIMENSION,
     effort_of,
     probe,
@@ -139,3 +140,19 @@ def test_later_proposals_have_up_to_twice_the_draws_that_are_affordable(fitted, 
     found = effort_of(fitted)
     assert found.draws == found.affordable < DRAWS and found.later == LONGER * found.affordable
     assert found.further(found.least - 1) == found.further(0.0) == found.later
+
+
+@pytest.mark.parametrize(("most", "more"), [(8 * MORE, True), (8 * MORE - 1, False)])
+def test_few_clients_with_shared_points_have_as_many_draws_as_take_little_time(
+    most, more, fitted, monkeypatch
+):
+    """The time is that of clients times draws, not of rows times draws."""
+    affordable = khat.affordable_draws(fitted, fitted.rows_read)
+    monkeypatch.setattr(khat, "WORK", khat.WORK * 1200 / affordable)
+    monkeypatch.setattr("bayesfed.output.effort.share_points", lambda *_: True)
+    monkeypatch.setattr("bayesfed.output.effort.OF_CLIENTS", most)
+    found = effort_of(fitted)
+    assert FEWEST <= found.affordable < MORE / LONGER and not found.large
+    draws = MORE if more else found.affordable
+    assert (found.draws, found.later) == (draws, LONGER * draws)
+    assert effort_of(fitted, elsewhere=True).draws == found.affordable
