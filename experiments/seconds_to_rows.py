@@ -7,14 +7,16 @@
 
 Simulated rows of clients with an independent intercept and slope each; outcomes are Gaussian, Bernoulli or Poisson. The
 model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thread, and ends after ten minutes. With a
-million rows NumPyro and, but for Gaussian outcomes, lme4 are not run ("-"):
+million rows NumPyro, nutpie and, but for Gaussian outcomes, lme4 are not run ("-"):
 
     bayesfed      bf.fit with the usual settings, "cold" the first fit of a process, "warm" the second, imports apart
     glmmTMB       maximum likelihood, Laplace's approximation
     lme4          lmer (maximum likelihood) or glmer (nAGQ=1)
     NumPyro       NUTS, one chain, 1000 + 1000, centred: weakly informative priors
+    nutpie        its NUTS, the same, on the log density of that model and its gradient by JAX
 
-"rows" are about that many, equal for each client. MB are the highest resident size less that before the first fit.
+"NUTS" is the faster of the two. "rows" are about that many, equal for each client. MB are the highest resident size
+less that before the first fit.
 "distance" is the largest of the differences between the means of the coefficients, in standard errors of glmmTMB, and
 between the logarithms of the two standard deviations, in standard deviations of the posterior. Below the table are
 exponents of growth, fitted to the logarithms of seconds of 10,000 rows and more: seconds ∝ rows^a clients^b.
@@ -29,6 +31,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,10 @@ import runner
 from in_r import run_r
 
 COLUMNS = (
-    "outcome | rows | clients | bayesfed: cold, s | warm | rounds | MB | glmmTMB | lme4 | NumPyro "
+    "outcome | rows | clients | bayesfed: cold, s | warm | rounds | MB | glmmTMB | lme4 | NumPyro | nutpie "
     "| distance | cold ÷ glmmTMB | warm ÷ glmmTMB | cold ÷ NUTS"
 )
-TOOLS = ("bayesfed", "glmmTMB", "lme4", "NumPyro")
+TOOLS = ("bayesfed", "glmmTMB", "lme4", "NumPyro", "nutpie")
 CLIENTS = (50, 1_000, 10_000)
 LIMIT = 600
 """Seconds after which a tool is ended, its data read."""
@@ -117,13 +120,11 @@ def bayesfed(outcome: str, frame: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
-    """Return the seconds of one chain of NUTS, with compilation."""
-    import jax
+def in_numpyro(outcome: str, frame: pd.DataFrame) -> Callable[[], None]:
+    """Return the model with its data, in NumPyro."""
     import jax.numpy as jnp
     import numpyro as npr
     import numpyro.distributions as dist
-    from numpyro.infer import MCMC, NUTS
 
     of, x = jnp.asarray(frame["client"].to_numpy()), jnp.asarray(frame["x"].to_numpy())
     y, clients = jnp.asarray(frame["y"].to_numpy()), int(frame["client"].max()) + 1
@@ -142,10 +143,44 @@ def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
             over = dist.Poisson(jnp.exp(eta))
         npr.sample("y", over, obs=y)
 
-    sampler = MCMC(NUTS(model), num_warmup=1000, num_samples=1000, progress_bar=False)
+    return model
+
+
+def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
+    """Return the seconds of one chain of NumPyro's NUTS, with compilation."""
+    import jax
+    from numpyro.infer import MCMC, NUTS
+
+    kernel = NUTS(in_numpyro(outcome, frame))
+    sampler = MCMC(kernel, num_warmup=1000, num_samples=1000, progress_bar=False)
     begin = time.perf_counter()
     sampler.run(jax.random.PRNGKey(0))
     jax.block_until_ready(sampler.get_samples())
+    return [time.perf_counter() - begin]
+
+
+def nutpie(outcome: str, frame: pd.DataFrame) -> list[float]:
+    """Return the seconds of one chain of nutpie's NUTS, with compilation; draws are of unconstrained values."""
+    import jax
+    import nutpie as nutpie_
+    from jax.flatten_util import ravel_pytree
+    from numpyro.infer.util import initialize_model
+    from nutpie.compiled_pyfunc import from_pyfunc
+
+    begin = time.perf_counter()
+    start, potential, *_ = initialize_model(jax.random.PRNGKey(0), in_numpyro(outcome, frame))
+    flat, unravel = ravel_pytree(start.z)
+    value = jax.jit(jax.value_and_grad(lambda x: -potential(unravel(x))))
+
+    def log_density() -> Any:
+        return lambda x: tuple(np.asarray(part, dtype=float) for part in value(x.astype("f4")))
+
+    def expand(*_: int) -> Any:
+        return lambda x: {"x": x}
+
+    size = len(flat)
+    compiled = from_pyfunc(size, log_density, expand, [np.dtype(float)], [(size,)], ["x"])
+    nutpie_.sample(compiled, draws=1000, tune=1000, chains=1, cores=1, seed=0, progress_bar=False)
     return [time.perf_counter() - begin]
 
 
@@ -174,15 +209,16 @@ def measure(tool: str, outcome: str, rows: int, clients: int) -> Any:
 
 def cells(found: dict[str, Any]) -> list[str]:
     """Return the cells of a row; "-" where a tool was not run."""
-    ours, (tmb, lme4, nuts) = found["bayesfed"], (found.get(tool) for tool in TOOLS[1:])
+    ours, tmb = found["bayesfed"], found.get("glmmTMB")
     if ours is None:
-        return [f"> {LIMIT}", *[""] * 10]
+        return [f"> {LIMIT}", *[""] * 11]
     cold, warm = ours["seconds"]
-    others = [one[0] if one else None for one in (tmb, lme4, nuts)]
+    others = [one[0] if (one := found.get(tool)) else None for tool in TOOLS[1:]]
+    nuts = min((seconds for seconds in others[2:] if seconds is not None), default=None)
     distance = "" if tmb is None else f"{_distance(ours['found'], tmb):.2f}"
     ratios = [
         "" if other is None else f"{mine / other:.2f}"
-        for mine, other in ((cold, others[0]), (warm, others[0]), (cold, others[2]))
+        for mine, other in ((cold, others[0]), (warm, others[0]), (cold, nuts))
     ]
     return [
         *(f"{cold:.1f}", f"{warm:.1f}", ours["rounds"], f"{ours['megabytes']:.0f}"),
@@ -230,7 +266,7 @@ def growth(seconds: dict[tuple[str, str, int, int], float]) -> str:
 
 def is_slow(tool: str, outcome: str) -> bool:
     """Return whether a million rows take a tool longer than the limit."""
-    return tool == "NumPyro" or (tool == "lme4" and outcome != "gaussian")
+    return tool in ("NumPyro", "nutpie") or (tool == "lme4" and outcome != "gaussian")
 
 
 def main() -> None:
@@ -272,7 +308,7 @@ if __name__ == "__main__":
         import torch
 
         torch.set_num_threads(1)
-        work = {"bayesfed": bayesfed, "NumPyro": numpyro}[tool]
+        work = {"bayesfed": bayesfed, "NumPyro": numpyro, "nutpie": nutpie}[tool]
         print("\n" + json.dumps(work(outcome, simulate(outcome, int(rows), int(clients)))))
     else:
         main()
