@@ -180,8 +180,8 @@ def correct(
         number = effort.further(size_of_each)
         if wide:
             number = max(2 * draws, min(2 * number, LATER))
-        if len(targets) == 1 and weights.size < FAR * len(z):
-            is_far = learns_block(fitted)
+        if len(targets) == 1:
+            is_far = weights.size < FAR * len(z)
         if starts_again:
             number, wide = effort.restarted, False
         elif weights.size < least and len(targets) >= patience:
@@ -206,7 +206,7 @@ def correct(
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
-    laplace_locals = laplace or (is_far and not variance <= LITTLE)
+    laplace_locals = laplace or (is_far and learns_block(fitted) and not variance <= LITTLE)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,

@@ -119,13 +119,25 @@ def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
     These have all clients' variables at all draws of θ in memory, but rows at those of a block only, unless the guide
     reads these.
     """
-    federation, program = fitted.federation, fitted.program
-    own, per_row = EACH_VARIABLE * program.variables, federation.numbers_per_row
-    if getattr(program.guide, "structure", None) is not None:
-        size = weight(own, per_row, EACH * count, program.points)
-    else:
-        size = count * own, weight(0, per_row, min(count, AT_ONCE), program.points)[1]
+    program, own = fitted.program, EACH_VARIABLE * fitted.program.variables
+    if getattr(program.guide, "structure", None) is None:
+        return chunks_by_blocks(fitted, count, own)
+    federation = fitted.federation
+    size = weight(own, federation.numbers_per_row, EACH * count, program.points)
     return chunks(federation.lengths, *size)
+
+
+def chunks_by_blocks(fitted: Fitted, count: int, numbers: int) -> Iterator[Tensor]:
+    """Yield positions of clients, as many at a time as fit into memory if their rows are there at a block of draws.
+
+    Args:
+        fitted: q of the clients.
+        count: the number of draws of θ.
+        numbers: those of a client that are in memory for each of all draws.
+    """
+    federation, copies = fitted.federation, min(count, AT_ONCE)
+    _, row = weight(0, federation.numbers_per_row, copies, fitted.program.points)
+    return chunks(federation.lengths, count * numbers, row)
 
 
 def _quadrature(

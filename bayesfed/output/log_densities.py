@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.chunks import chunks, weight
 from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.conditionals import has_block, rows_width
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import AT_ONCE, evidence_chunks
+from bayesfed.output.evidence import chunks_by_blocks, evidence_chunks
 from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace
@@ -28,9 +27,8 @@ OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
 PROBED, QUIET = 50, 0.003
 """Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
-
-NOISE = 2
-"""Numbers in memory for the noise of each of a client's variables, at one draw of θ; its densities are four more."""
+NOISE, DENSITIES = 2, 4
+"""Numbers in memory at one draw of θ: for the noise of each of a client's variables, and for its log densities."""
 
 
 class Probe(NamedTuple):
@@ -189,8 +187,7 @@ def _client_log_densities(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log p(w_is, D_i | θ_s) and log q(w_is | θ_s), ``(S, K)`` in double precision, of some clients at a time."""
     program, federation = fitted.program, fitted.federation
-    size = weight(0, federation.numbers_per_row, min(count, AT_ONCE), program.points)[1]
-    for chunk in chunks(federation.lengths, count * (NOISE * program.variables + 4), size):
+    for chunk in chunks_by_blocks(fitted, count, NOISE * program.variables + DENSITIES):
         keys = noise.fold(key, federation.stream_ids[chunk])
         supplied = program.noise(keys, count, local=True)
         batch, params = federation.batch(chunk), fitted.params_of(chunk)
