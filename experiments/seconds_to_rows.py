@@ -44,7 +44,8 @@ COLUMNS = (
     "outcome | rows | clients | bayesfed: cold, s | warm | rounds | MB | glmmTMB | lme4 | NumPyro | nutpie "
     "| distance | cold ÷ glmmTMB | warm ÷ glmmTMB | cold ÷ NUTS"
 )
-TOOLS = ("bayesfed", "glmmTMB", "lme4", "NumPyro", "nutpie")
+NUTS = ("NumPyro", "nutpie")
+TOOLS = ("bayesfed", "glmmTMB", "lme4", *NUTS)
 CLIENTS = (50, 1_000, 10_000)
 LIMIT = 600
 """Seconds after which a tool is ended, its data read."""
@@ -162,25 +163,13 @@ def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
 def nutpie(outcome: str, frame: pd.DataFrame) -> list[float]:
     """Return the seconds of one chain of nutpie's NUTS, with compilation; draws are of unconstrained values."""
     import jax
-    import nutpie as nutpie_
-    from jax.flatten_util import ravel_pytree
+    from in_nutpie import compile_density, sample_chain
     from numpyro.infer.util import initialize_model
-    from nutpie.compiled_pyfunc import from_pyfunc
 
     begin = time.perf_counter()
     start, potential, *_ = initialize_model(jax.random.PRNGKey(0), in_numpyro(outcome, frame))
-    flat, unravel = ravel_pytree(start.z)
-    value = jax.jit(jax.value_and_grad(lambda x: -potential(unravel(x))))
-
-    def log_density() -> Any:
-        return lambda x: tuple(np.asarray(part, dtype=float) for part in value(x.astype("f4")))
-
-    def expand(*_: int) -> Any:
-        return lambda x: {"x": x}
-
-    size = len(flat)
-    compiled = from_pyfunc(size, log_density, expand, [np.dtype(float)], [(size,)], ["x"])
-    nutpie_.sample(compiled, draws=1000, tune=1000, chains=1, cores=1, seed=0, progress_bar=False)
+    compiled, _ = compile_density(potential, start.z)
+    sample_chain(compiled, seed=0)
     return [time.perf_counter() - begin]
 
 
@@ -214,7 +203,7 @@ def cells(found: dict[str, Any]) -> list[str]:
         return [f"> {LIMIT}", *[""] * 11]
     cold, warm = ours["seconds"]
     others = [one[0] if (one := found.get(tool)) else None for tool in TOOLS[1:]]
-    nuts = min((seconds for seconds in others[2:] if seconds is not None), default=None)
+    nuts = min((one[0] for tool in NUTS if (one := found.get(tool))), default=None)
     distance = "" if tmb is None else f"{_distance(ours['found'], tmb):.2f}"
     ratios = [
         "" if other is None else f"{mine / other:.2f}"
@@ -266,7 +255,7 @@ def growth(seconds: dict[tuple[str, str, int, int], float]) -> str:
 
 def is_slow(tool: str, outcome: str) -> bool:
     """Return whether a million rows take a tool longer than the limit."""
-    return tool in ("NumPyro", "nutpie") or (tool == "lme4" and outcome != "gaussian")
+    return tool in NUTS or (tool == "lme4" and outcome != "gaussian")
 
 
 def main() -> None:

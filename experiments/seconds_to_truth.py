@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import runner
 from distances import moments, words
@@ -85,10 +84,8 @@ def numpyro(name: str, federation: Any, chains: int = 1) -> Fit:
 def nutpie(name: str, federation: Any) -> Fit:
     """Return one chain of nutpie's NUTS; the density is compiled by JAX, once."""
     import jax
-    import nutpie as nutpie_
-    from jax.flatten_util import ravel_pytree
+    from in_nutpie import compile_density, sample_chain
     from numpyro.infer.util import initialize_model
-    from nutpie.compiled_pyfunc import from_pyfunc
     from problems import PROBLEMS, pooled, sampler
 
     jax.config.update("jax_enable_x64", True)
@@ -96,23 +93,10 @@ def nutpie(name: str, federation: Any) -> Fit:
     start, potential, constrained, _ = initialize_model(
         jax.random.PRNGKey(0), model, model_args=rows, dynamic_args=True
     )
-    flat, unravel = ravel_pytree(start.z)
-    value = jax.jit(jax.value_and_grad(lambda x: -potential(*rows)(unravel(x))))
-
-    def log_density() -> Any:
-        return lambda x: tuple(np.asarray(part, dtype=float) for part in value(x))
-
-    def expand(*_: int) -> Any:
-        return lambda x: {"x": x}
-
-    size = len(flat)
-    compiled = from_pyfunc(size, log_density, expand, [np.dtype(float)], [(size,)], ["x"])
+    compiled, unravel = compile_density(potential(*rows), start.z)
 
     def fit(seed: int) -> tuple[Callable[[], Any], str]:
-        trace = nutpie_.sample(
-            compiled, draws=1000, tune=1000, chains=1, cores=1, seed=seed, progress_bar=False
-        )
-        x = np.asarray(trace.posterior["x"])[0]
+        x = sample_chain(compiled, seed)
         return lambda: jax.vmap(lambda one: constrained(*rows)(unravel(one)))(x), ""
 
     return fit
