@@ -197,9 +197,15 @@ def factor(
     moved = torch.linalg.solve_ex(joint.detach(), pulled.detach())[0]  # ∂û/∂z
 
     def slopes(values: Tensor) -> Tensor:
-        """Return the total derivatives of values in z."""
-        in_u, in_z = jacobians(values, u, z)
-        return (in_z + in_u @ moved).detach()
+        """Return the total derivatives of values in z, ``(K, 1, P, D)``."""
+        if z.shape[-1] >= u.shape[-1] or not values.requires_grad:
+            in_u, in_z = jacobians(values, u, z)
+            return (in_z + in_u @ moved).detach()
+        # of more values than directions, by the derivatives of a weighted sum in its weights
+        weights = torch.ones_like(values, requires_grad=True)
+        of_sum = {"create_graph": True, "materialize_grads": True}
+        in_u, in_z = torch.autograd.grad(values, (u, z), weights, **of_sum)
+        return jacobian(in_z + (in_u[..., None] * moved).sum(-2), weights).mT.detach()
 
     bend = (hessian @ offset).squeeze(-1)  # to second order, ∇ log p at a is that at û and this
     diagonal = root.diagonal(dim1=-2, dim2=-1)

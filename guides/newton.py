@@ -189,7 +189,12 @@ def _eigen(precision: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the eigenvalues and eigenvectors of the matrix in units of the diagonal ``least``, and these units."""
     root = least.sqrt()
     units = root[..., None] * root[..., None, :]
-    return *torch.linalg.eigh(within_range(precision / units)), units
+    matrix = within_range(precision / units)
+    try:
+        return *torch.linalg.eigh(matrix), units
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values, vectors = torch.linalg.eigh(matrix.double())
+        return values.to(matrix), vectors.to(matrix), units
 
 
 def within_range(matrix: Tensor) -> Tensor:

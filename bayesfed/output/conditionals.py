@@ -22,6 +22,16 @@ def has_block(program: Program) -> bool:
     return set(program.randomness) - set(program.random) == {LOCAL}
 
 
+def is_laplace(program: Program) -> bool:
+    """Return whether q(w_i | θ) is Laplace's approximation at θ, see :mod:`bayesfed.guides.client_laplace`."""
+    return has_block(program) and getattr(program.guide, "structure", None) is not None
+
+
+def is_exact(program: Program) -> bool:
+    """Return whether q(w_i | θ) is Laplace's approximation and the posterior, whose log density is quadratic."""
+    return is_laplace(program) and program.guide.structure.quadratic
+
+
 def rows_width(program: Program, batch: Batch) -> int:
     """Return how many numbers the clients' rows hold for one draw of θ and one value of their variables, about."""
     rows = batch.mask.shape[1] * program.points

@@ -38,7 +38,6 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.effort import (
     DRAWS,
-    LATER,
     Probed,
     draws_of_q,
     effort_of,
@@ -177,9 +176,7 @@ def correct(
             laplace = starts_again = variance > effort.acceptable_noise
         shares, rough = weights.shares, weights.size < draws / 2
         size_of_each = weights.size_of_each(z)
-        number = effort.further(size_of_each)
-        if wide:
-            number = max(2 * draws, min(2 * number, LATER))
+        number = effort.further(size_of_each, laplace, wide)
         if len(targets) == 1:
             is_far = weights.size < FAR * len(z)
         if starts_again:

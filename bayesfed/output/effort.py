@@ -21,13 +21,15 @@ from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Proposals
 from bayesfed.output.shared_points import COMPARED, share_points
-from bayesfed.output.sum_of_evidence import DEGREE
+from bayesfed.output.sum_of_evidence import DEGREE, size_of_evidence
 
 DRAWS, LATER = 2000, 8000
 """Draws from the first proposal, and the most from each later one, unless that takes long."""
 LONGER = 2
 """The most draws from each later proposal, relative to those that are affordable. A proposal that is too small for a
 good approximation is followed by another, which takes an exchange between machines."""
+BY_LAPLACE = 3e7
+"""The largest size of all clients' estimates by Laplace's approximations at the draws of a later proposal."""
 RATE = 0.5
 """The effective sample size of draws from a later proposal, relative to their number, that is expected."""
 FEWEST, LARGE, LARGEST = 250, 64, 200
@@ -70,6 +72,7 @@ class Effort(NamedTuple):
         affordable: the number of draws from each proposal that take no longer than other work after a fit.
         draws: their number from the first proposal.
         later: the most from each of the others.
+        by_laplace: the most from any of the others, where clients' estimates are Laplace's.
         enough: the effective sample size at which no more are needed.
         least: the effective sample size below which a mean and a covariance cannot be estimated.
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
@@ -81,6 +84,7 @@ class Effort(NamedTuple):
     affordable: int
     draws: int
     later: int
+    by_laplace: int
     enough: int
     least: int
     cost: float
@@ -108,15 +112,22 @@ class Effort(NamedTuple):
         """The number of draws from the first proposal after noise is found: half of the usual, if these are enough."""
         return min(self.draws, max(self.draws // 2, EACH * self.least))
 
-    def further(self, size: float) -> int:
-        """Return how many draws another proposal gives, from the effective sample size of those before.
+    def further(self, size: float, laplace: bool, wide: bool) -> int:
+        """Return how many draws another proposal gives.
 
-        They are a multiple of those from the first, so that round-off in that size does not matter.
+        They are a multiple of those from the first, so that round-off in the size does not matter.
+
+        Args:
+            size: the effective sample size of those before.
+            laplace: clients' estimates are Laplace's.
+            wide: a part of the proposal is as wide as the prior.
         """
-        if not size >= self.least:  # or not a number
-            return self.later
-        missing = (self.enough - size) / RATE
-        return min(max(math.ceil(missing / self.draws), 1) * self.draws, self.later)
+        most = self.by_laplace if laplace else LATER
+        number = min(self.later, most)
+        if size >= self.least:  # or not a number
+            missing = (self.enough - size) / RATE
+            number = min(max(math.ceil(missing / self.draws), 1) * self.draws, number)
+        return max(2 * self.draws, min(2 * number, most)) if wide else number
 
 
 def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
@@ -148,7 +159,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
         draws = later = MORE
     elif shared and not large and MORE * len(fitted.federation) <= OF_CLIENTS:
         draws, later = max(draws, MORE), max(later, LONGER * MORE)
-    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture, shared)
+    by_laplace = min(LATER, max(draws, int(BY_LAPLACE / max(1, size_of_evidence(fitted)))))
+    return Effort(affordable, draws, later, by_laplace, int(ENOUGH * draws), least, cost, slow, mixture, shared)
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:

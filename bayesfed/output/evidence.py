@@ -34,7 +34,7 @@ from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.conditionals import Conditionals, log_joint
+from bayesfed.output.conditionals import Conditionals, is_laplace, log_joint
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
@@ -120,9 +120,10 @@ def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
     reads these.
     """
     program, own = fitted.program, EACH_VARIABLE * fitted.program.variables
-    if getattr(program.guide, "structure", None) is None:
+    if not is_laplace(program):
         return chunks_by_blocks(fitted, count, own)
     federation = fitted.federation
+    own += program.variables**2  # the roots of the covariances
     size = weight(own, federation.numbers_per_row, EACH * count, program.points)
     return chunks(federation.lengths, *size)
 
@@ -151,11 +152,13 @@ def _quadrature(
 ) -> list[Tensor]:
     """Estimate log p(D_i | θ) by points around a Normal approximation, ``(S, K)``."""
     white, log_weights = points
-    white = torch.where(is_below_precision(mode, root)[..., None], 0.0, white.to(root))
-    columns = zip(root.unbind(-1), white.unsqueeze(-2).unbind(-1), strict=True)
-    u = mode + sum(column * number for column, number in columns)
+    white = white[:, 0, :, 0].expand(-1, mode.shape[1], -1).to(root)
+    apart = ~is_below_precision(mode, root)
+    away = torch.einsum("lkp,skqp->lskq", white, root[:, :, 0])
+    u = mode + torch.where(apart, away, 0.0)[..., None, :]
     (found,) = log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
-    over = (log_weights + white.square().sum(-1).squeeze(-1) / 2).to(found)
+    squares = white.square().sum(-1)[:, None] * apart[..., 0]
+    over = (log_weights + squares / 2).to(found)
     level = log_volume(root)
     total = (found.unflatten(0, u.shape[:2]) + over).nan_to_num(-torch.inf).logsumexp(0)
     return [total.double() + level.squeeze(-1)]

@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from bayesfed.data.absent import are_absent
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.log_densities import elbo
 
@@ -69,6 +70,8 @@ def affordable_draws(fitted: Fitted, rows: int) -> int:
     clients = fitted.federation
     program = fitted.program
     own = program.variables + program.workspace // WORKSPACE
+    if has_block(program) and program.learns_locals:
+        own += program.variables * (program.variables - 1)  # of the Gaussian factor
     return int(WORK / (rows * clients.numbers_per_row + len(clients) * own))
 
 

@@ -24,6 +24,7 @@ from bayesfed.output.defensive import (
 )
 from bayesfed.output.evidence import (
     EACH,
+    WIDEST,
     Candidates,
     is_below_precision,
     laplace_candidates,
@@ -311,7 +312,7 @@ def evidence_around_modes(
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     mode, root = laplace_approximation(given)
     evidence = laplace_evidence(given, mode, root, noise.fold(key, federation.stream_ids[chunk]))
-    if not compared:
+    if not compared or mode.shape[-1] > WIDEST:
         return evidence
     first = min(count, max(LEAST_PROBED, min(PROBED, count // SHARE)))
     centre = _centre(mode, root)

@@ -14,7 +14,7 @@ from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
-from bayesfed.output.conditionals import has_block, rows_width
+from bayesfed.output.conditionals import has_block, is_exact, is_laplace, rows_width
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import chunks_by_blocks, evidence_chunks
 from bayesfed.output.failing_draws import skip_failing
@@ -88,9 +88,10 @@ def sum_log_weights(
 ) -> Tensor:
     """Estimate Σ_i log p(D_i | θ_s) at draws of θ: ``(S,)``, in double precision.
 
-    The estimate uses one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s). With ``laplace``
-    it uses several draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`. It is −∞ where the
-    program fails to factorise a matrix, such as a covariance that overflows at a draw far in the tails.
+    The estimate uses one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s). With ``laplace``,
+    and where q(w_i | θ) is Laplace's approximation but not exact, it uses several draws from such an approximation at
+    θ_s, see :mod:`bayesfed.output.evidence`. It is −∞ where the program fails to factorise a matrix, such as a
+    covariance that overflows at a draw far in the tails.
 
     Args:
         fitted: q of the clients.
@@ -106,9 +107,11 @@ def sum_log_weights(
     def at(position: Tensor, *values: Tensor) -> tuple[Tensor]:
         some, size, start = dict(zip(names, values, strict=True)), len(position), int(position[0])
         own = noise.fold(key, start) if start else key  # the parts have noise of their own
-        if not laplace:
-            return (_sum_by_draws(fitted, some, size, own),)
-        return (sum_of_evidence(fitted, some, size, own),)
+        if is_exact(fitted.program):
+            return (sum_of_evidence(fitted, some, size, own, _sum_by_draws),)
+        if laplace or is_laplace(fitted.program):
+            return (sum_of_evidence(fitted, some, size, own),)
+        return (_sum_by_draws(fitted, some, size, own),)
 
     nothing = torch.full((1,), -torch.inf, dtype=torch.float64, device=fitted.federation.device)
     (total,) = skip_failing(at, [torch.arange(count), *theta.values()], lambda *_: (nothing,))

@@ -14,7 +14,12 @@ from bayesfed.elbo.noise import Draw, fold, key, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides import newton
 from bayesfed.guides.triangular import inverse_root
-from bayesfed.output.conditionals import Conditionals, log_joint, normal_prior
+from bayesfed.output.conditionals import (
+    Conditionals,
+    is_laplace,
+    log_joint,
+    normal_prior,
+)
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
@@ -50,13 +55,20 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     Args:
         given: posteriors of a program for which :func:`~bayesfed.output.conditionals.has_block` is true.
     """
-    if given.program.guide.structure is not None:  # q is the approximation
-        q = given.block()
-        return q.mean, q.scale_tril
+    if is_laplace(given.program):
+        return _approximation_of_guide(given)
     different, draws = _without_repetition(given)
     u, precision = _fitted_modes(different) or _modes(different)
     u, root = _higher_modes(different, u, inverse_root(precision))
     return u[draws], _secant_roots(different, u, root)[draws]
+
+
+def _approximation_of_guide(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return the result of :func:`laplace_approximation` where q(u | θ) is the approximation."""
+    parts = given.program.draw_blocks(len(given.batch), given.size)
+    every = torch.arange(given.size)
+    blocks = [given.at(every[part]).block() for part in parts]
+    return torch.cat([q.mean for q in blocks]), torch.cat([q.scale_tril for q in blocks])
 
 
 def _without_repetition(given: Conditionals) -> tuple[Conditionals, Tensor]:
@@ -90,7 +102,7 @@ def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
     far = (~(gain < TOLERANCE)).any(1).nonzero()[:, 0]
     u = u + step
     if len(far):
-        u[far], precision[far] = _modes(given.at(far))
+        u[far], precision[far] = _modes(given.at(far), u[far])
     return u, precision
 
 
@@ -232,9 +244,9 @@ def _gradient(program: Program, params: Params, batch: Batch, u: Tensor, z: Tens
         return [newton.attached_gradient(value, u).detach()]
 
 
-def _modes(given: Conditionals) -> tuple[Tensor, Tensor]:
-    """Return û_s ``(S, K, 1, P)`` and H_s ``(S, K, 1, P, P)``."""
-    return _climb(given, *_start(given))[:2]
+def _modes(given: Conditionals, *near: Tensor) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and H_s ``(S, K, 1, P, P)``, perhaps from points that may be near them."""
+    return _climb(given, *_start(given, *near))[:2]
 
 
 def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,11 +299,13 @@ def _shortened(given: Conditionals, u: Tensor, step: Tensor) -> Tensor:
 def _newton_step(gradient: Tensor, hessian: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Return the precision, of eigenvalues that are not below the least, and a step as :func:`newton.newton_step`."""
     below = newton.is_below(-hessian, least)
-    bent = bool(below.any())
-    precision = newton.positive(-hessian, least) if bent else -hessian
+    bent, precision = bool(below.any()), -hessian
+    if bent:
+        least = least.expand(precision.shape[:-1])
+        precision[below] = newton.positive(precision[below], least[below])
     step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
     if bent:
-        shorter = newton.magnitude(-hessian[below], least.expand_as(step)[below])
+        shorter = newton.magnitude(-hessian[below], least[below])
         step[below] = torch.linalg.solve_ex(shorter, gradient[below][..., None])[0].squeeze(-1)
     return precision, step
 
@@ -315,16 +329,16 @@ def _value_and_curvature(
 
 
 @torch.no_grad()
-def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
+def _start(given: Conditionals, *near: Tensor) -> tuple[Tensor, Tensor]:
     """Return where Newton's method starts, and the least curvature, ``(S, K, 1, P)`` each.
 
     The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
-    prior is taken where it has the larger density.
+    prior, or one of other points, is taken where it has the largest density.
     """
     q = given.block()
     prior, scale = normal_prior(given)
-    both = torch.stack([q.mean, prior.expand_as(q.mean)])
-    start = newton.highest(both, given.log_joint(both))
+    points = torch.stack([q.mean, prior.expand_as(q.mean), *near])
+    start = newton.highest(points, given.log_joint(points))
     return start, (LEAST_CURVATURE / _spread(given, scale).square()).expand_as(start)
 
 

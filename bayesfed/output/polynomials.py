@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
@@ -21,6 +22,13 @@ CENTRAL = 0.95
 TESTED = 4
 """The divisor of their number for that of draws of the largest leverage, and of others, at which a polynomial is
 compared with the function."""
+DEGREES, MOST = (3, 5, 7, 9), 300
+"""The degrees of polynomials that are tried one after another, and the largest number of coefficients."""
+SHARE = 0.6
+"""The largest share of all draws at which a function is computed for a polynomial."""
+PLAUSIBLE, NEGLIGIBLE, SAFE = 20.0, 100.0, 5.0
+"""How many nats the log density of a draw is below the largest, at most, if its value matters; at least, if the next
+polynomial leaves it out, to which as many times the largest error of the last one are added."""
 
 
 class Polynomial(NamedTuple):
@@ -123,6 +131,74 @@ def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial 
             few = torch.cat([leja, near[spread]])
             return Polynomial(features, few, torch.linalg.pinv(features[few]))
     return None
+
+
+def interpolate(
+    z: Tensor, compute: Callable[[Tensor], Tensor], offset: Tensor, error: float
+) -> Tensor:
+    """Return a function at draws ``(S, D)``, by a polynomial at most of them where there is one: ``(S,)``.
+
+    Polynomials of higher degrees follow one that is not exact enough. They leave out draws that have no weight, as that
+    one shows: a log density may fall far away by thousands of nats, no polynomial of a low degree.
+
+    Args:
+        z: the draws.
+        compute: the function at some of the draws, by position.
+        offset: what is added to it in the log density of all draws, ``(S,)``.
+        error: the largest root mean square error at draws whose log density is not far below the largest.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.polynomials import interpolate
+        >>> z, computed = torch.randn(2000, 1, dtype=torch.float64), []
+        >>> def sine(draws):
+        ...     computed.extend(draws.tolist())
+        ...     return z[draws, 0].sin()
+        >>> found = interpolate(z, sine, torch.zeros(2000), 0.001)
+        >>> len(computed) < 200, bool((found - z[:, 0].sin()).abs().max() < 0.01)
+        (True, True)
+    """
+    values = z.new_full((len(z),), torch.nan, dtype=torch.float64)
+    known = torch.zeros_like(values, dtype=torch.bool)
+    left, size = known.logical_not().nonzero()[:, 0], 0
+    for degree in _degrees(z.shape[1]):
+        polynomial = find_polynomial(z[left], degree, LEJA)
+        if polynomial is None or polynomial.features.shape[1] <= size:
+            break
+        size = polynomial.features.shape[1]
+        some = left[torch.cat([polynomial.few, polynomial.tests(), polynomial.far])]
+        some = some[~known[some]]
+        if known.sum() + len(some) > SHARE * len(z):
+            break
+        values[some] = compute(some).double()
+        known[some] = True
+        level = values + offset
+        top = level[known & level.isfinite()].max()
+        fitted = polynomial.fitted(values[left[polynomial.few], None])[:, 0]
+        errors, low = fitted - values[left], top - offset[left]
+        tests = known[left] & ~polynomial.is_far & errors.isfinite()
+        tests[polynomial.few] = False
+        matter = tests & (torch.maximum(fitted, values[left]) > low - PLAUSIBLE)
+        unknown = ~known[left]
+        if bool(matter.any()) and bool(errors[matter].square().mean().sqrt() < error):
+            values[left[unknown]] = fitted[unknown]
+            return values
+        if bool(tests.any()):
+            negligible = fitted < low - NEGLIGIBLE - SAFE * errors[tests].abs().max()
+            values[left[unknown & negligible]] = fitted[unknown & negligible]
+            left = left[~negligible]
+        left = left[~known[left] | level[left].isfinite()]
+    rest = values.isnan() & ~known
+    values[rest] = compute(rest.nonzero()[:, 0]).double()
+    return values
+
+
+def _degrees(size: int) -> Iterator[int]:
+    """Yield the degrees of polynomials in ``size`` numbers that are tried one after another."""
+    for degree in DEGREES:
+        while math.comb(size + degree, degree) > MOST and degree > 1:
+            degree -= 1
+        yield degree
 
 
 def is_polynomial(z: Tensor, values: Tensor, degree: int, error: float) -> bool:

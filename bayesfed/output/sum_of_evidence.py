@@ -7,6 +7,8 @@ there, and are left out where the bound shows that a draw has no weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,18 +19,22 @@ from bayesfed.output.conditionals import Conditionals
 from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_around_modes, evidence_where
-from bayesfed.output.polynomials import LEJA, find_polynomial
+from bayesfed.output.polynomials import interpolate
 from bayesfed.output.shared_points import SharedPoints, shared_points
 from bayesfed.output.sums_over_points import evidence_bounds, evidence_by_shared_points
 
-DEGREE, SHARE, WORTH = 3, 0.6, 1e6
-"""The degree of the polynomial in θ by which the sum is interpolated; the largest share of the draws of θ at which it
-may be computed for that; the number of rows times draws below which it is not interpolated."""
+DEGREE, WORTH = 3, 1e6
+"""The least degree of the polynomial in θ by which the sum is interpolated; the size of all estimates below which it is
+not interpolated."""
 NEGLIGIBLE = 100.0
 """How many nats the log target of a draw is below the largest, at least, if it has no weight whatever the proposal."""
+Sum = Callable[[Fitted, Params, int, Tensor], Tensor]
+"""An estimate of the sum at all draws of θ: a function of q, the draws, their number and a noise key."""
 
 
-def sum_of_evidence(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+def sum_of_evidence(
+    fitted: Fitted, theta: Params, count: int, key: Tensor, sum_at_all: Sum | None = None
+) -> Tensor:
     """Estimate Σ_i log p(D_i | θ_s) by a polynomial in θ at most draws, where there is one: ``(S,)``.
 
     Args:
@@ -36,30 +42,25 @@ def sum_of_evidence(fitted: Fitted, theta: Params, count: int, key: Tensor) -> T
         theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
         count: S.
         key: noise key.
+        sum_at_all: estimates the sum at all draws, with the same arguments; by Laplace's approximations.
     """
+    compute = sum_at_all or _sum_at_all
 
     def at(draws: Tensor) -> Tensor:
         some = {name: value[draws] for name, value in theta.items()}
-        return _sum_at_all(fitted, some, len(draws), key)
+        return compute(fitted, some, len(draws), key)
 
-    every, polynomial = torch.arange(count), None
-    if GLOBAL in theta and fitted.federation.rows * count >= WORTH:
-        polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
-    if polynomial is None:
-        return at(every)
-    tests, few = polynomial.tests(), len(polynomial.few)
-    some = torch.cat([polynomial.few, tests, polynomial.far])
-    if len(some) > SHARE * count:
-        return at(every)
-    values = at(some)
-    total = polynomial.fitted(values[:few, None])[:, 0]
-    errors = total[tests] - values[few : few + len(tests)]
-    limit = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
-    if not bool(errors.square().mean().sqrt() < limit):
-        rest = polynomial.others(some)
-        total[rest] = at(rest)
-    total[some] = values
-    return total
+    if GLOBAL not in theta or size_of_evidence(fitted) * count < WORTH:
+        return at(torch.arange(count))
+    prior = log_prior(fitted.program, fitted.params, theta, count)
+    error = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
+    return interpolate(theta[GLOBAL][:, 0, 0], at, prior, error)
+
+
+def size_of_evidence(fitted: Fitted) -> int:
+    """Return the size of all clients' estimates at one draw of θ, in numbers: that of their second derivatives."""
+    federation, variables = fitted.federation, fitted.program.variables
+    return variables * (federation.rows + len(federation) * variables)
 
 
 def _sum_at_all(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
