@@ -112,7 +112,7 @@ class Effort(NamedTuple):
         """The number of draws from the first proposal after noise is found: half of the usual, if these are enough."""
         return min(self.draws, max(self.draws // 2, EACH * self.least))
 
-    def further(self, size: float, laplace: bool, wide: bool) -> int:
+    def further(self, size: float, laplace: bool = False, wide: bool = False) -> int:
         """Return how many draws another proposal gives.
 
         They are a multiple of those from the first, so that round-off in the size does not matter.
@@ -160,7 +160,18 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     elif shared and not large and MORE * len(fitted.federation) <= OF_CLIENTS:
         draws, later = max(draws, MORE), max(later, LONGER * MORE)
     by_laplace = min(LATER, max(draws, int(BY_LAPLACE / max(1, size_of_evidence(fitted)))))
-    return Effort(affordable, draws, later, by_laplace, int(ENOUGH * draws), least, cost, slow, mixture, shared)
+    return Effort(
+        affordable,
+        draws,
+        later,
+        by_laplace,
+        int(ENOUGH * draws),
+        least,
+        cost,
+        slow,
+        mixture,
+        shared,
+    )
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:

@@ -26,9 +26,12 @@ DEGREES, MOST = (3, 5, 7, 9), 300
 """The degrees of polynomials that are tried one after another, and the largest number of coefficients."""
 SHARE = 0.6
 """The largest share of all draws at which a function is computed for a polynomial."""
-PLAUSIBLE, NEGLIGIBLE, SAFE = 20.0, 100.0, 5.0
-"""How many nats the log density of a draw is below the largest, at most, if its value matters; at least, if the next
-polynomial leaves it out, to which as many times the largest error of the last one are added."""
+PLAUSIBLE, LEAST = 20.0, 5
+"""How many nats the log density of a draw is below the largest, at most, if errors there matter; the least number of
+such draws that show them."""
+NEGLIGIBLE, SAFE = 100.0, 5.0
+"""How many nats it is below the largest, at least, if it has no weight whatever the proposal; the factor on the largest
+error of a polynomial, which is added where that shows it."""
 
 
 class Polynomial(NamedTuple):
@@ -134,7 +137,7 @@ def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial 
 
 
 def interpolate(
-    z: Tensor, compute: Callable[[Tensor], Tensor], offset: Tensor, error: float
+    z: Tensor, compute: Callable[[Tensor], Tensor], offset: Tensor | None, error: float
 ) -> Tensor:
     """Return a function at draws ``(S, D)``, by a polynomial at most of them where there is one: ``(S,)``.
 
@@ -144,7 +147,7 @@ def interpolate(
     Args:
         z: the draws.
         compute: the function at some of the draws, by position.
-        offset: what is added to it in the log density of all draws, ``(S,)``.
+        offset: what is added to it in the log density of the draws, ``(S,)``; None if that is not known.
         error: the largest root mean square error at draws whose log density is not far below the largest.
 
     Example:
@@ -160,7 +163,7 @@ def interpolate(
     """
     values = z.new_full((len(z),), torch.nan, dtype=torch.float64)
     known = torch.zeros_like(values, dtype=torch.bool)
-    left, size = known.logical_not().nonzero()[:, 0], 0
+    left, size = (~known).nonzero()[:, 0], 0
     for degree in _degrees(z.shape[1]):
         polynomial = find_polynomial(z[left], degree, LEJA)
         if polynomial is None or polynomial.features.shape[1] <= size:
@@ -172,22 +175,24 @@ def interpolate(
             break
         values[some] = compute(some).double()
         known[some] = True
-        level = values + offset
-        top = level[known & level.isfinite()].max()
         fitted = polynomial.fitted(values[left[polynomial.few], None])[:, 0]
-        errors, low = fitted - values[left], top - offset[left]
-        tests = known[left] & ~polynomial.is_far & errors.isfinite()
+        errors, unknown = fitted - values[left], ~known[left]
+        tests = ~unknown & ~polynomial.is_far & errors.isfinite()
         tests[polynomial.few] = False
-        matter = tests & (torch.maximum(fitted, values[left]) > low - PLAUSIBLE)
-        unknown = ~known[left]
-        if bool(matter.any()) and bool(errors[matter].square().mean().sqrt() < error):
+        below = torch.zeros_like(fitted)
+        if offset is not None:  # how far log densities are below the largest
+            level = (values + offset)[left]
+            below = level.where(level.isfinite(), -torch.inf).max() - fitted - offset[left]
+        plausible = tests & (torch.minimum(below, below + errors) < PLAUSIBLE)
+        exact = errors[plausible].square().mean().sqrt() < error
+        if bool(exact) and int(plausible.sum()) >= LEAST:
             values[left[unknown]] = fitted[unknown]
             return values
+        negligible = known[left] & ~values[left].isfinite()
         if bool(tests.any()):
-            negligible = fitted < low - NEGLIGIBLE - SAFE * errors[tests].abs().max()
-            values[left[unknown & negligible]] = fitted[unknown & negligible]
-            left = left[~negligible]
-        left = left[~known[left] | level[left].isfinite()]
+            negligible |= below > NEGLIGIBLE + SAFE * errors[tests].abs().max()
+        values[left[unknown & negligible]] = fitted[unknown & negligible]
+        left = left[~negligible]
     rest = values.isnan() & ~known
     values[rest] = compute(rest.nonzero()[:, 0]).double()
     return values

@@ -1,6 +1,7 @@
 """Sums over clients of Laplace's estimates of log p(D_i | θ_s), without estimates where they cannot matter.
 
-A sum over many clients is nearly quadratic in θ where their posterior is, so that a polynomial gives it at most draws.
+A sum over many clients is nearly quadratic in θ where their posterior is, so that a polynomial gives it at most draws,
+one of a higher degree if clients are few and have many variables.
 Far from the posterior, points that all draws share give no estimate, but an upper bound. Other estimates take long
 there, and are left out where the bound shows that a draw has no weight.
 """
@@ -19,15 +20,13 @@ from bayesfed.output.conditionals import Conditionals
 from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_around_modes, evidence_where
-from bayesfed.output.polynomials import interpolate
+from bayesfed.output.polynomials import NEGLIGIBLE, interpolate
 from bayesfed.output.shared_points import SharedPoints, shared_points
 from bayesfed.output.sums_over_points import evidence_bounds, evidence_by_shared_points
 
 DEGREE, WORTH = 3, 1e6
-"""The least degree of the polynomial in θ by which the sum is interpolated; the size of all estimates below which it is
-not interpolated."""
-NEGLIGIBLE = 100.0
-"""How many nats the log target of a draw is below the largest, at least, if it has no weight whatever the proposal."""
+"""The degree of a polynomial in θ that sums over many clients are near the posterior; the size of estimates at all
+draws below which they are not interpolated."""
 Sum = Callable[[Fitted, Params, int, Tensor], Tensor]
 """An estimate of the sum at all draws of θ: a function of q, the draws, their number and a noise key."""
 
@@ -52,9 +51,10 @@ def sum_of_evidence(
 
     if GLOBAL not in theta or size_of_evidence(fitted) * count < WORTH:
         return at(torch.arange(count))
-    prior = log_prior(fitted.program, fitted.params, theta, count)
-    error = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
-    return interpolate(theta[GLOBAL][:, 0, 0], at, prior, error)
+    share, prior = len(fitted.federation) / fitted.program.clients, None
+    if share == 1:
+        prior = log_prior(fitted.program, fitted.params, theta, count)
+    return interpolate(theta[GLOBAL][:, 0, 0], at, prior, share * ERROR_OF_SUM)
 
 
 def size_of_evidence(fitted: Fitted) -> int:

@@ -139,6 +139,42 @@ def test_a_factor_follows_the_mode_as_the_globals_change(count):
         assert float(found["precision_weight"].abs().max()) < 0.01  # a constant mode would have 1
 
 
+@pytest.mark.parametrize("globals_", [1, 5])
+def test_a_factor_of_several_variables_follows_the_mode_as_the_globals_change(globals_):
+    """Fewer globals than variables, and more: Poisson rows, whose mode and curvature at other z Newton's steps give."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 3, generator=g, dtype=D)
+    shift = torch.randn(9, globals_, generator=g, dtype=D) / 4
+    y = torch.poisson(torch.full((9,), 3.0, dtype=D), generator=g)
+    here = torch.randn(1, 1, globals_, generator=g, dtype=D) / 4
+    precision = torch.ones(1, 1, 3, dtype=D)
+
+    def log_likelihood(u, z):
+        rate = (u @ x.T + z @ shift.T).exp()
+        return (y * rate.log() - rate).sum((-2, -1))
+
+    def at(z):
+        def log_joint(u):
+            return log_likelihood(u, z) - (precision * u.square()).sum((-2, -1)) / 2
+
+        mode = newton.newton(log_joint, precision, torch.zeros(1, 1, 3, dtype=D), steps=20)
+        grad, hessian = newton.curvature(lambda u: log_likelihood(u, z), mode)
+        a = mode - torch.linalg.solve(hessian, grad[..., None]).squeeze(-1)
+        return mode, a, (-hessian).diagonal(dim1=-2, dim2=-1).log()
+
+    found = client_factor.factor(
+        log_likelihood, lambda z: (0 * precision, precision), at(here)[0], here
+    )
+    scale = (found["log_precision"] / 2).exp()
+    root = scale[..., None] * found["tril"] + torch.diag_embed(scale)
+    moves = torch.linalg.solve_triangular(root.mT, found["loc_weight"], upper=True)
+    for i, step in enumerate(1e-5 * torch.eye(globals_, dtype=D)):
+        (_, right, more), (_, left, less) = at(here + step), at(here - step)
+        torch.testing.assert_close(moves[..., i], (right - left) / 2e-5, rtol=1e-5, atol=1e-8)
+        slope = (more - less) / 2e-5
+        torch.testing.assert_close(found["precision_weight"][..., i], slope, rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.parametrize("people", [1.0, 1e3, 8e6])
 def test_offsets_of_any_size_reach_the_mode(people):
     """Counts are Poisson(people · e^u) with u ~ N(0, 10²) and Newton's method starts at 0; the mode is brentq's."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.output import khat
+from bayesfed.output import effort, khat
 from bayesfed.output.effort import (
     DRAWS,
     EACH,
@@ -140,6 +140,19 @@ def test_later_proposals_have_up_to_twice_the_draws_that_are_affordable(fitted, 
     found = effort_of(fitted)
     assert found.draws == found.affordable < DRAWS and found.later == LONGER * found.affordable
     assert found.further(found.least - 1) == found.further(0.0) == found.later
+
+
+def test_later_proposals_have_fewer_draws_where_laplace_takes_long(fitted, monkeypatch):
+    """But no fewer than the first, or twice as many if a part is as wide as the prior."""
+    found = effort_of(fitted)
+    assert found.further(0.0, laplace=True) == found.further(0.0) == LATER
+    size = len(fitted.federation) * (fitted.federation.rows // len(fitted.federation) + 1)
+    monkeypatch.setattr(effort, "BY_LAPLACE", 3000 * size)
+    found = effort_of(fitted)
+    assert found.further(0.0) == LATER and found.further(0.0, laplace=True) == 3000
+    assert found.further(0.0, laplace=True, wide=True) == 2 * DRAWS
+    monkeypatch.setattr(effort, "BY_LAPLACE", size)
+    assert effort_of(fitted).further(0.0, laplace=True) == DRAWS
 
 
 @pytest.mark.parametrize(("most", "more"), [(8 * MORE, True), (8 * MORE - 1, False)])

@@ -1,14 +1,21 @@
 """Sums over clients of estimates of log p(D_i | θ), and draws of θ at which a bound is enough."""
 
+import math
+
 import pytest
 import torch
 
+import bayesfed as bf
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_prior
-from bayesfed.output import sum_of_evidence
+from bayesfed.output import log_densities, sum_of_evidence
+from bayesfed.output.conditionals import is_exact, is_laplace
+from bayesfed.output.draws import draw_theta, globals_at
 from bayesfed.output.locals_given_theta import evidence_around_modes
 from bayesfed.output.log_densities import sum_log_weights
+from bayesfed.output.log_target import log_target
 from bayesfed.output.sums_over_points import evidence_bounds, evidence_by_shared_points
+from tests.guides import test_client_laplace
 from tests.output.test_evidence import slopes_of_counts
 from tests.output.test_shared_points import (
     CLIENTS,
@@ -47,6 +54,61 @@ def test_a_polynomial_in_the_globals_replaces_the_sum_over_clients_at_most_of_ma
     every = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
     assert sum(computed) == len(u)  # at no draw twice
     assert 0 < (found - every).abs().max() < 0.02
+
+
+def test_sums_over_clients_with_many_variables_at_few_draws_give_all(monkeypatch):
+    """An autoregression in each client: q(w_i | θ) is exact, and so is the sum, at draws of any width."""
+    data = test_client_laplace.paths()
+    federation = bf.Federation.from_arrays(data)
+    fitted = bf.fit(
+        test_client_laplace.autoregression, federation, bf.SFVI(corrected=False), rounds=20
+    )
+    assert is_exact(fitted.program)
+    computed, by_draws = [], log_densities._sum_by_draws
+
+    def counted(fitted, theta, count, key):
+        computed.append(count)
+        return by_draws(fitted, theta, count, key)
+
+    monkeypatch.setattr(log_densities, "_sum_by_draws", counted)
+    theta = draw_theta(fitted, 1500, noise.key(0))
+    found = sum_log_weights(fitted, theta, 1500, noise.key(0))
+    assert sum(computed) < 500
+    values = globals_at(fitted, theta, 1500)
+    values = [values[name] for name in test_client_laplace.PRIORS]
+    exact = sum(test_client_laplace.log_evidence(rows, *values) for rows in data.values())
+    near = exact > exact.max() - 10
+    assert (found - exact)[near].square().mean().sqrt() < 0.02
+    assert not (found > exact + 1).any()
+
+
+def test_sums_are_quadratures_where_a_guide_that_is_an_approximation_is_not_exact():
+    """Counts on random walks, beside the mean of many weights of draws from q(w_i | θ)."""
+    federation = test_client_laplace.counted(clients=2)
+    fitted = bf.fit(test_client_laplace.counts, federation, bf.SFVI(corrected=False), rounds=3)
+    assert is_laplace(fitted.program) and not is_exact(fitted.program)
+    theta = draw_theta(fitted, 3, noise.key(0))
+    found = sum_log_weights(fitted, theta, 3, noise.key(1))
+    again = sum_log_weights(fitted, theta, 3, noise.key(2))
+    many = {name: value.repeat_interleave(4000, 0) for name, value in theta.items()}
+    terms = log_densities._client_log_densities(fitted, many, 12000, noise.key(0))
+    weights = torch.cat([p - q for p, q in terms], 1).unflatten(0, (3, 4000))
+    exact = (weights.logsumexp(1) - math.log(4000)).sum(1)
+    error = (weights - weights.logsumexp(1, keepdim=True)).exp().square().sum(1).sum(1).sqrt()
+    spread = (found - again).abs().max() + 3 * error.max()
+    assert spread < 0.4 < weights.std(1).max()
+    assert (found - exact).abs().max() < spread + 0.1
+
+
+def test_draws_without_an_end_have_no_weight_and_the_others_theirs():
+    posterior, _, theta, _ = slopes_of_counts()
+    z = theta["global"][:5, 0, 0]
+    with_others = torch.cat([z[:2], torch.tensor([[-math.inf], [math.nan]]).to(z), z[2:]])
+    key = noise.key(0)
+    found = log_target(posterior, with_others, key, sum_log_weights, laplace=True)
+    expected = log_target(posterior, z, key, sum_log_weights, laplace=True)
+    assert torch.equal(found[2:4], torch.full_like(found[2:4], -math.inf))
+    assert torch.equal(found[[0, 1, 4, 5, 6]], expected)
 
 
 def around(z, spread):
