@@ -8,7 +8,7 @@ Each client has a path of T numbers: a random walk, an autoregression (AR) of or
 effects of wards within hospitals. It is written in one of the ways that people write it: centred, one site for each
 number; "noise", standard Normal numbers and what is computed from them; "precision", a multivariate Normal with a
 precision matrix; "covariance", one with a covariance matrix. Rows are a number of the path with Normal noise, about
-one in five is missing; or they are Poisson.
+one in five is missing; or they are Poisson, on a random walk from a level of the client's own.
 
 The reference integrates the paths out: the marginal posterior of θ, of two to five numbers, by importance sampling in
 double precision, with as many draws as give an effective sample size of 4,000. The proposal is a Student t distribution

@@ -27,6 +27,7 @@ TREE = {
     "tau_ward": dist.HalfNormal(1.0),
     "sigma": dist.HalfNormal(1.0),
 }
+COUNTS = {"mu": dist.Normal(0.0, 2.0), "tau": dist.HalfNormal(1.0), "step": dist.HalfNormal(1.0)}
 JITTER = 1e-4
 Theta = Mapping[str, Tensor]
 
@@ -71,13 +72,14 @@ def walk_noise(size: int) -> Callable[[Any], None]:
 
 
 def walk_poisson(size: int) -> Callable[[Any], None]:
-    """Counts whose log mean is a random walk."""
+    """Counts whose log mean is a level of the client's own and a random walk from there."""
 
     def program(federation: Any) -> None:
-        step = pyro.sample("step", WALK["step"])
+        at = sampled(COUNTS)
         with federation.clients():
+            level = pyro.sample("level", dist.Normal(at["mu"], at["tau"]))
             z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
-            path = 1.0 + z[..., :1] + column(step) * (z.cumsum(-1) - z[..., :1])
+            path = column(level) + column(at["step"]) * z.cumsum(-1)
             with federation.observations() as obs:
                 pyro.sample("y", dist.Poisson(rows_of(path, obs).exp()), obs=obs.get("y"))
 
@@ -193,6 +195,12 @@ def walk_covariance(at: Theta, size: int) -> Tensor:
     return 1 + column(column(at["step"])) ** 2 * torch.minimum(t[:, None], t)
 
 
+def counts_covariance(at: Theta, size: int) -> Tensor:
+    t = torch.arange(1, size + 1).to(at["step"])
+    tau, step = (column(column(at[name])) for name in ("tau", "step"))
+    return tau**2 + step**2 * torch.minimum(t[:, None], t)
+
+
 def ar_covariance(at: Theta, size: int) -> Tensor:
     t = torch.arange(size).to(at["step"])
     rho, step = (column(column(at[name])) for name in ("rho", "step"))
@@ -231,7 +239,7 @@ class Problem:
         for i in range(CLIENTS):
             path = at.get("mu", 0.0) + root @ torch.randn(self.size, dtype=torch.float64)
             if self.poisson:
-                y = torch.poisson((1 + path[kept]).exp())
+                y = torch.poisson(path[kept].exp())
             else:
                 y = path[kept] + at["sigma"] * torch.randn(len(kept), dtype=torch.float64)
             clients[f"client {i}"] = {"t": kept.numpy().astype(float), "y": y.numpy()}
@@ -258,10 +266,9 @@ def problems() -> dict[str, Problem]:
     for h, w in ((5, 8), (10, 20), (15, 20)):
         covariance = tree_covariance(h, w)
         found[f"tree, {h} × {w}"] = Problem(tree(h, w), h * w, TREE, covariance, effects, each=2)
-    few = {"step": 0.25}
-    for T in (30, 100):
-        prior = {"step": WALK["step"]}
+    counts = {"mu": 1.0, "tau": 0.5, "step": 0.2}
+    for T in (20, 40, 80):
         found[f"walk, Poisson, {T}"] = Problem(
-            walk_poisson(T), T, prior, walk_covariance, few, poisson=True
+            walk_poisson(T), T, COUNTS, counts_covariance, counts, poisson=True
         )
     return found

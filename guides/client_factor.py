@@ -198,7 +198,7 @@ def factor(
 
     def slopes(values: Tensor) -> Tensor:
         """Return the total derivatives of values in z, ``(K, 1, P, D)``."""
-        if z.shape[-1] >= u.shape[-1] or not values.requires_grad:
+        if not 0 < z.shape[-1] < u.shape[-1] or not values.requires_grad:
             in_u, in_z = jacobians(values, u, z)
             return (in_z + in_u @ moved).detach()
         # of more values than directions, by the derivatives of a weighted sum in its weights
