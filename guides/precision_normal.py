@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from bayesfed.guides.elimination import SparseRoot
-from bayesfed.guides.triangular import solve_lower
+from bayesfed.guides.triangular import inverse_root, solve_lower
 
 LOG_ROOT_TAU = math.log(math.tau) / 2
 
@@ -80,6 +80,8 @@ class PrecisionNormal(dist.TorchDistribution):
     @property
     def scale_tril(self) -> Tensor:
         """The lower triangular root of H⁻¹, ``(..., P, P)``."""
+        if isinstance(self.root, DenseRoot):
+            return inverse_root(self.root.tril @ self.root.tril.mT)
         size = self.loc.shape[-1]
         each = torch.eye(size, dtype=self.loc.dtype, device=self.loc.device)
         each = each.reshape(size, *[1] * (self.loc.ndim - 1), size).expand(size, *self.loc.shape)

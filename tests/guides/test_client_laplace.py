@@ -13,6 +13,7 @@ from bayesfed.guides.client_laplace import find_structure, newton_step
 from bayesfed.guides.elimination import find_elimination, sparse_root
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.full_rank import FullRank
+from bayesfed.guides.precision_normal import DenseRoot, PrecisionNormal
 
 
 def chain(size, width=1):
@@ -57,6 +58,19 @@ def test_factors_of_sparse_matrices(pattern):
     torch.testing.assert_close((grad + grad.mT) / 2 * pattern, expected)  # fill has one too
     assert root.definite.all()
     assert not sparse_root(order, -A[..., order.rows, order.columns]).definite.any()
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_triangular_root_of_a_covariance(dense):
+    torch.manual_seed(0)
+    A = torch.randn(2, 3, 1, 20, 20, dtype=torch.float64) * chain(20)
+    A = A + A.mT
+    A = A + torch.diag_embed(A.abs().sum(-1) + 1)
+    order = find_elimination(chain(20))
+    sparse = sparse_root(order, A[..., order.rows, order.columns])
+    root = DenseRoot(torch.linalg.cholesky(A)) if dense else sparse
+    found = PrecisionNormal(torch.zeros(2, 3, 1, 20, dtype=torch.float64), root).scale_tril
+    torch.testing.assert_close(found, torch.linalg.cholesky(torch.linalg.inv(A)))
 
 
 def test_a_chain_is_eliminated_in_logarithmically_many_stages():
