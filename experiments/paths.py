@@ -267,7 +267,7 @@ def problems() -> dict[str, Problem]:
         covariance = tree_covariance(h, w)
         found[f"tree, {h} × {w}"] = Problem(tree(h, w), h * w, TREE, covariance, effects, each=2)
     counts = {"mu": 1.0, "tau": 0.5, "step": 0.2}
-    for T in (20, 40, 80):
+    for T in (20, 40, 60):
         found[f"walk, Poisson, {T}"] = Problem(
             walk_poisson(T), T, COUNTS, counts_covariance, counts, poisson=True
         )

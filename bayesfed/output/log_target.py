@@ -30,16 +30,13 @@ def log_target(
 ) -> Tensor:
     """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``.
 
-    It is −∞ where this is not a number, or too large for one, and where θ is.
+    It is −∞ where this or θ is not a number, or too large for one.
     """
     known = z.isfinite().all(1)
-    if not bool(known.all()):
-        found = z.new_full((len(z),), -torch.inf, dtype=torch.float64)
-        found[known] = log_target(fitted, z[known], key, log_weights, laplace, probe)
-        return found
+    z = z.where(known[:, None], 0.0)
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     found = _log_prior(fitted, z).double() + log_weights(fitted, theta, count, key, laplace, probe)
-    return found.where(found < torch.inf, -torch.inf)
+    return found.where(known & (found < torch.inf), -torch.inf)
 
 
 def _log_prior(fitted: Fitted, z: Tensor) -> Tensor:

@@ -14,12 +14,7 @@ from bayesfed.elbo.noise import Draw, fold, key, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides import newton
 from bayesfed.guides.triangular import inverse_root
-from bayesfed.output.conditionals import (
-    Conditionals,
-    is_laplace,
-    log_joint,
-    normal_prior,
-)
+from bayesfed.output.conditionals import Conditionals, is_laplace, log_joint, normal_prior
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
@@ -66,7 +61,7 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
 def _approximation_of_guide(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`laplace_approximation` where q(u | θ) is the approximation."""
     parts = given.program.draw_blocks(len(given.batch), given.size)
-    every = torch.arange(given.size)
+    every = torch.arange(given.size, device=given.z.device)
     blocks = [given.at(every[part]).block() for part in parts]
     return torch.cat([q.mean for q in blocks]), torch.cat([q.scale_tril for q in blocks])
 
