@@ -85,7 +85,7 @@ def test_sums_over_clients_with_many_variables_at_few_draws_give_all(monkeypatch
 def test_sums_are_quadratures_where_a_guide_that_is_an_approximation_is_not_exact():
     """Counts on random walks, beside the mean of many weights of draws from q(w_i | θ)."""
     federation = test_client_laplace.counted(clients=2)
-    fitted = bf.fit(test_client_laplace.counts, federation, bf.SFVI(corrected=False), rounds=3)
+    fitted = bf.fit(test_client_laplace.counts, federation, bf.SFVI(corrected=False), rounds=1)
     assert is_laplace(fitted.program) and not is_exact(fitted.program)
     theta = draw_theta(fitted, 3, noise.key(0))
     found = sum_log_weights(fitted, theta, 3, noise.key(1))
