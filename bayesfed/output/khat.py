@@ -71,7 +71,7 @@ def affordable_draws(fitted: Fitted, rows: int) -> int:
     program = fitted.program
     own = program.variables + program.workspace // WORKSPACE
     if has_block(program) and program.learns_locals:
-        own += program.variables * (program.variables - 1) // 2  # of the Gaussian factor
+        own += program.variables * (program.variables - 1)  # of the Gaussian factor
     return int(WORK / (rows * clients.numbers_per_row + len(clients) * own))
 
 
