@@ -115,7 +115,7 @@ class Effort(NamedTuple):
     def further(self, size: float, laplace: bool = False, wide: bool = False) -> int:
         """Return how many draws another proposal gives.
 
-        They are a multiple of those from the first, so that round-off in the size does not matter.
+        They are a multiple of those from the first, if not the most, so that round-off in the size does not matter.
 
         Args:
             size: the effective sample size of those before.
@@ -124,7 +124,7 @@ class Effort(NamedTuple):
         """
         most = self.by_laplace if laplace else LATER
         number = min(self.later, most)
-        if size >= self.least:  # or not a number
+        if size >= self.least:  # which a size that is not a number is not
             missing = (self.enough - size) / RATE
             number = min(max(math.ceil(missing / self.draws), 1) * self.draws, number)
         return max(2 * self.draws, min(2 * number, most)) if wide else number

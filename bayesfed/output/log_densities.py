@@ -20,7 +20,7 @@ from bayesfed.output.evidence import chunks_by_blocks, evidence_chunks
 from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace
-from bayesfed.output.sum_of_evidence import sum_of_evidence
+from bayesfed.output.sum_of_evidence import sum_by_laplace, sum_of_evidence
 from bayesfed.tracing.blocks import in_blocks
 
 OF_GUIDE = 16
@@ -110,7 +110,7 @@ def sum_log_weights(
         if is_exact(fitted.program):
             return (sum_of_evidence(fitted, some, size, own, _sum_by_draws),)
         if laplace or is_laplace(fitted.program):
-            return (sum_of_evidence(fitted, some, size, own),)
+            return (sum_of_evidence(fitted, some, size, own, sum_by_laplace),)
         return (_sum_by_draws(fitted, some, size, own),)
 
     nothing = torch.full((1,), -torch.inf, dtype=torch.float64, device=fitted.federation.device)

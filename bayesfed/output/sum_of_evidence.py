@@ -32,7 +32,7 @@ Sum = Callable[[Fitted, Params, int, Tensor], Tensor]
 
 
 def sum_of_evidence(
-    fitted: Fitted, theta: Params, count: int, key: Tensor, sum_at_all: Sum | None = None
+    fitted: Fitted, theta: Params, count: int, key: Tensor, sum_at_all: Sum
 ) -> Tensor:
     """Estimate Σ_i log p(D_i | θ_s) by a polynomial in θ at most draws, where there is one: ``(S,)``.
 
@@ -41,13 +41,12 @@ def sum_of_evidence(
         theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
         count: S.
         key: noise key.
-        sum_at_all: estimates the sum at all draws, with the same arguments; by Laplace's approximations.
+        sum_at_all: estimates the sum at all of some draws, such as :func:`sum_by_laplace`.
     """
-    compute = sum_at_all or _sum_at_all
 
     def at(draws: Tensor) -> Tensor:
         some = {name: value[draws] for name, value in theta.items()}
-        return compute(fitted, some, len(draws), key)
+        return sum_at_all(fitted, some, len(draws), key)
 
     if GLOBAL not in theta or size_of_evidence(fitted) * count < WORTH:
         return at(torch.arange(count))
@@ -63,8 +62,11 @@ def size_of_evidence(fitted: Fitted) -> int:
     return variables * (federation.rows + len(federation) * variables)
 
 
-def _sum_at_all(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Estimate the sum at all draws, ``(S,)``; arguments as of :func:`sum_of_evidence`."""
+def sum_by_laplace(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Estimate the sum at all draws by shared points or Laplace's approximations, ``(S,)``.
+
+    Arguments as of :func:`sum_of_evidence`.
+    """
     points = shared_points(fitted, theta[GLOBAL][:, 0, 0]) if GLOBAL in theta else None
     if points is not None:
         return _sum_by_shared_points(fitted, points, theta, count, key)
