@@ -19,6 +19,7 @@ from bayesfed.guides.client_laplace import Structure, find_structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.local import Scaling
+from bayesfed.guides.newton import curvature
 from bayesfed.guides.unconstrained import ModelAt, median_and_spread, unconstrained_draws
 
 DRAWS = 100
@@ -29,7 +30,8 @@ SPREADS = 1e-6, 1e6
 """The bounds of the spread of a prior: that of a constant is none, and that of heavy tails may be any."""
 LAPLACE = 20, 1000
 """Between these numbers of dimensions of a client's variables q(w_i | θ) may be Laplace's approximation at θ: where it
-is exact, or else where there are too many for a full factor and their log density is concave."""
+is exact, or else where their log density is concave, and there are too many for a full factor or their prior has a
+precision that is a function of θ and not diagonal, as that of a Gaussian process, which a factor follows poorly."""
 
 
 def automatic_guide(
@@ -59,17 +61,19 @@ def automatic_guide(
     )
     guide = Hierarchical(model, family, conditioned, globals_, locals_)
     sizes = [len(scaling.loc) for scaling in locals_.values()]
-    if many and conditioned and LAPLACE[0] < sum(sizes) <= LAPLACE[1]:
+    size, structure = sum(sizes), None
+    if many and conditioned and LAPLACE[0] < size <= LAPLACE[1]:
         block = replace(guide, block=True)
         structure = _structure(block, federation)
-        many = sum(sizes) > local.FULL_UP_TO and structure.concave
-        if structure.quadratic or many:
+        if structure.quadratic or (structure.concave and size > local.FULL_UP_TO):
             return replace(block, structure=structure)
-    if not conditioned or not 0 < sum(sizes) <= local.FULL_UP_TO:
+    if not conditioned or not 0 < size <= local.FULL_UP_TO:
         return guide
     head = federation.batch(torch.arange(1)).head()
     normal, slopes = find_chain([_normal_priors(guide, head, seed) for seed in range(2)])
     guide = replace(guide, block=True, normal=normal)
+    if structure is not None and structure.concave and _has_dependent_prior(guide, head):
+        return replace(guide, normal=(), structure=structure)
     if not slopes.any():
         return guide
     to_innovations = torch.eye(len(slopes)).to(slopes) - slopes
@@ -94,6 +98,22 @@ def _structure(guide: Hierarchical, federation: Federation) -> Structure:
         for some in torch.arange(len(federation)).split(max(1, PASS // (numbers * most)))
     )
     return find_structure(log_joints, scaling.loc + NEAR * scaling.scale * u)
+
+
+def _has_dependent_prior(guide: Hierarchical, head: Batch) -> bool:
+    """Return whether local variables outside the chain depend on each other in their prior."""
+    apart = [name not in guide.normal for name, s in guide.locals.items() for _ in s.loc]
+    if not any(apart):
+        return False
+    u, size = guide.block_scaling.loc, sum(len(s.loc) for s in guide.globals.values())
+
+    def log_prior(u: Tensor) -> Tensor:
+        return guide.block_log_prior(None, head, u, u.new_zeros(1, 1, 1, size))
+
+    with torch.enable_grad():
+        _, hessian = curvature(log_prior, u[None, None])
+    beside = hessian[0, 0] - torch.diag(hessian[0, 0].diagonal())
+    return bool(beside[torch.tensor(apart, device=beside.device)].any())
 
 
 def _scaling(u: Tensor) -> Scaling:

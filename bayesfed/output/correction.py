@@ -36,6 +36,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
+from bayesfed.output.conditionals import is_laplace
 from bayesfed.output.effort import (
     DRAWS,
     Probed,
@@ -164,7 +165,7 @@ def correct(
             not restarted
             and len(targets) == PRIOR
             and not (
-                laplace
+                (laplace or is_laplace(fitted.program))
                 and (effort.slow or effort.shared)
                 and is_polynomial(new, target.target, DEGREE, ERROR_OF_SUM)
             )

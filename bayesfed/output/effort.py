@@ -12,11 +12,13 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
+from bayesfed.output.conditionals import has_block, is_exact, is_laplace
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.importance import effective_sample_size
 from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
-from bayesfed.output.log_target import learns_block, log_target_twice, noise_variance
+from bayesfed.output.log_target import learns_block, log_target, log_target_twice, noise_variance
 from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Proposals
@@ -60,9 +62,11 @@ beyond grows towards the tails, and hides their weight from k-hat."""
 SLOW_PROBE, LOUD = 50, 1.0
 """Draws of θ at which the noise of log weights is measured first where estimates without it take long, and the largest
 variance that is accepted there; where data are large, it is on average over the weights, too."""
-DISTANT = 100.0
+DISTANT, CLOSE = 100.0, 5.0
 """The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
-posterior that another round gets closer sooner than other proposals do, where data are large."""
+posterior that another round gets closer sooner than other proposals do, where data are large; the effective sample size
+of the probe's draws below which it is that far where q(w_i | θ) is Laplace's approximation, for which a round takes
+less time than estimates do."""
 
 
 class Effort(NamedTuple):
@@ -76,7 +80,7 @@ class Effort(NamedTuple):
         enough: the effective sample size at which no more are needed.
         least: the effective sample size below which a mean and a covariance cannot be estimated.
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
-        slow: whether that is so long that a few draws show first whether they are needed.
+        slow: whether that is so long that a few draws show first whether they are needed, or q(θ) is close enough.
         mixture: rows are sums or integrals over latent variables.
         shared: points that all draws of θ share give estimates without noise, which take no longer than others.
     """
@@ -152,14 +156,19 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     later = draws if large else min(LATER, LONGER * affordable)
     computed = evaluations(draws, size, DEGREE) if large else draws
     cost = computed * COST * fitted.program.terms / affordable
-    slow = large if elsewhere else cost > SLOW
+    at_theta = is_laplace(fitted.program) and not is_exact(fitted.program)
+    slow = large if elsewhere else cost > SLOW or at_theta
     mixture = fitted.program.terms > 1
     shared = not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
     if shared and large and evaluations(MORE, size, DEGREE) <= draws:
         draws = later = MORE
     elif shared and not large and MORE * len(fitted.federation) <= OF_CLIENTS:
         draws, later = max(draws, MORE), max(later, LONGER * MORE)
-    by_laplace = min(LATER, max(draws, int(BY_LAPLACE / max(1, size_of_evidence(fitted)))))
+    of_laplace = int(BY_LAPLACE / max(1, size_of_evidence(fitted)))
+    if at_theta:
+        draws = min(draws, max(MORE, of_laplace))
+        later = min(later, LONGER * draws)
+    by_laplace = min(LATER, max(draws, of_laplace))
     return Effort(
         affordable,
         draws,
@@ -204,7 +213,7 @@ def probed_effort(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     proposals do not find from far away.
     """
     effort = effort_of(fitted, elsewhere)
-    if effort is None or not learns_block(fitted):
+    if effort is None or not has_block(fitted.program) or is_exact(fitted.program):
         return None
     return effort if effort.slow or (effort.mixture and not elsewhere) else None
 
@@ -224,7 +233,13 @@ def probe(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Probe
         return Probed(distant=True, noisy=False)
     with noise.seeded(0):
         z = proposals.sample(own.dtype)
-    return probe_at(fitted, z, fitted.key(0, "correction"), log_weights)
+    key = fitted.key(0, "correction")
+    if not is_laplace(fitted.program):
+        return probe_at(fitted, z, key, log_weights)
+    log_shares = log_target(fitted, z, key, log_weights, laplace=False) - proposals.log_prob()
+    log_shares = log_shares.where(log_shares.isfinite(), -torch.inf)
+    size = effective_sample_size(log_shares.softmax(0))
+    return Probed(distant=not size >= CLOSE, noisy=False)
 
 
 def probe_at(fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights) -> Probed:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ from bayesfed.output.conditionals import Conditionals, is_laplace, log_joint
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
+from bayesfed.tracing.compiler import tracing
+from bayesfed.tracing.repetition import Repetition
 
 EACH = 4
 """Draws of a client's variables for one of θ, in pairs, of which one is chosen; points that are evaluated at once."""
@@ -156,7 +159,9 @@ def _quadrature(
     apart = ~is_below_precision(mode, root)
     away = torch.einsum("lkp,skqp->lskq", white, root[:, :, 0])
     u = mode + torch.where(apart, away, 0.0)[..., None, :]
-    (found,) = log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
+    with Repetition(z, len(u)) if tracing() else nullcontext() as repetition:
+        repeated = z.repeat(len(u), 1, 1, 1) if repetition is None else repetition.repeated
+        (found,) = log_joint(program, params, batch, u.flatten(0, 1), repeated)
     squares = white.square().sum(-1)[:, None] * apart[..., 0]
     over = (log_weights + squares / 2).to(found)
     level = log_volume(root)

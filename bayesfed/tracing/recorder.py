@@ -103,7 +103,7 @@ class Recorder(DispatchMode):
             single=isinstance(result, Tensor),
         )
         written: set[int] = set()
-        for place, name in _places_written(func):
+        for place, name in places_written(func):
             changed = operation.args[place] if place < len(args) else operation.kwargs.get(name)
             written |= {value.memory for value in values_in([changed])}
         self._written |= written
@@ -179,7 +179,7 @@ def _masks(indices: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 @functools.cache
-def _places_written(func: OpOverload) -> list[tuple[int, str]]:
+def places_written(func: OpOverload) -> list[tuple[int, str]]:
     """Return the positions and names of the arguments that an operation changes in place."""
     arguments = enumerate(func._schema.arguments)
     return [

@@ -251,6 +251,76 @@ def test_newton_steps_reach_the_mode_of_counts():
     assert float(grad.abs().max()) < 1e-2
 
 
+TIMES = torch.arange(24.0)
+KERNEL = torch.exp(-(TIMES[:, None] - TIMES).square() / 50) + 1e-3 * torch.eye(24)
+
+
+def curves_of_counts(federation):
+    """A Gaussian process of each client, whose covariance is that of the kernel times the square of a global."""
+    height = pyro.sample("height", dist.HalfNormal(1.0))
+    with federation.clients():
+        covariance = height[..., None, None] ** 2 * KERNEL
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(24), covariance))
+        with federation.observations() as obs:
+            here = torch.nn.functional.one_hot(obs["t"].long(), 24).to(f.dtype)
+            pyro.sample("y", dist.Poisson((1.0 + (f * here).sum(-1)).exp()), obs=obs.get("y"))
+
+
+def curved(clients=5):
+    rng = np.random.default_rng(2)
+    root = np.linalg.cholesky(KERNEL.double().numpy())
+    counts = [rng.poisson(np.exp(1 + 0.6 * root @ rng.normal(size=24))) for _ in range(clients)]
+    rows = [{"t": TIMES.numpy(), "y": y.astype(float)} for y in counts]
+    return np.array(counts), bf.Federation.from_arrays({f"c{i}": r for i, r in enumerate(rows)})
+
+
+def log_evidence_of_counts(y, height, normal):
+    """log p(y | height) by importance sampling around the mode, which Newton's method finds, in double precision."""
+    precision = np.linalg.inv(height**2 * KERNEL.double().numpy())
+    f = np.zeros(24)
+    for _ in range(50):
+        rate = np.exp(1 + f)
+        step = np.linalg.solve(precision + np.diag(rate), y - rate - precision @ f)
+        f = f + step * min(1.0, 1.0 / np.abs(step).max())
+    root = np.linalg.inv(np.linalg.cholesky(precision + np.diag(np.exp(1 + f)))).T
+    draws = f + normal @ root.T
+    log_p = (y * draws - np.exp(1 + draws)).sum(1) - ((draws @ precision) * draws).sum(1) / 2
+    log_w = log_p + (normal**2).sum(1) / 2
+    level = np.linalg.slogdet(precision)[1] / 2 + np.log(np.diag(root)).sum()
+    return level + np.log(np.exp(log_w - log_w.max()).mean()) + log_w.max()
+
+
+def test_a_gaussian_process_of_counts_has_its_posterior_by_a_grid():
+    """A factor with a covariance of its own follows such a prior poorly: the fit diverged."""
+    counts, federation = curved()
+    posterior = bf.fit(curves_of_counts, federation, progress=False)
+    structure = posterior.program.guide.structure
+    assert structure is not None and not structure.quadratic
+    heights = np.exp(np.linspace(np.log(0.2), np.log(2.0), 60))
+    normal = np.random.default_rng(0).normal(size=(2000, 24))
+    log_p = [sum(log_evidence_of_counts(y, h, normal) for y in counts) for h in heights]
+    log_p = np.array(log_p) - heights**2 / 2 + np.log(heights)
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    mean = (p * heights).sum()
+    sd = np.sqrt((p * (heights - mean) ** 2).sum())
+    found = posterior.sample(4000)["height"].double()
+    assert abs(float(found.mean()) - mean) < 0.1 * sd
+    assert abs(float(found.std()) / sd - 1) < 0.1
+
+
+def test_variables_that_are_independent_in_their_prior_have_a_factor():
+    def program(federation):
+        spread = pyro.sample("spread", dist.HalfNormal(1.0))
+        with federation.clients():
+            f = pyro.sample("f", dist.Normal(torch.zeros(24), spread[..., None]).to_event(1))
+            with federation.observations() as obs:
+                here = torch.nn.functional.one_hot(obs["t"].long(), 24).to(f.dtype)
+                pyro.sample("y", dist.Poisson((f * here).sum(-1).exp()), obs=obs.get("y"))
+
+    assert guide_of(program, curved()[1]).structure is None
+
+
 def test_a_density_that_is_not_concave_gives_a_diagonal_precision():
     """At 0 the density of a mixture of Normals at ±3 is convex."""
 

@@ -21,6 +21,7 @@ from bayesfed.output.effort import (
     probe,
     probed_effort,
 )
+from tests.guides import test_client_laplace
 from tests.scenarios import conjugate_hierarchy
 
 SD = 0.5
@@ -153,6 +154,26 @@ def test_later_proposals_have_fewer_draws_where_laplace_takes_long(fitted, monke
     assert found.further(0.0, laplace=True, wide=True) == 2 * DRAWS
     monkeypatch.setattr(effort, "BY_LAPLACE", size)
     assert effort_of(fitted).further(0.0, laplace=True) == DRAWS
+
+
+@pytest.fixture(scope="module")
+def at_theta():
+    """A fit in which q(w_i | θ) is Laplace's approximation at θ, and not exact."""
+    algorithm = bf.SFVI(corrected=False)
+    return bf.fit(test_client_laplace.counts, test_client_laplace.counted(), algorithm)
+
+
+def test_a_laplace_approximation_at_theta_is_probed_whatever_its_size(at_theta, monkeypatch):
+    assert probed_effort(at_theta) and not probed_effort(at_theta, elsewhere=True)
+    assert probe(at_theta) == (False, False)
+    for away in (1.0, 3.0, -1.0):
+        far = {**at_theta.params, "global.loc": at_theta.params["global.loc"] + away}
+        assert probe(replace(at_theta, params=far)) == (True, False)
+    monkeypatch.setattr(effort, "BY_LAPLACE", 1e9)
+    assert effort_of(at_theta).draws == DRAWS
+    monkeypatch.setattr(effort, "BY_LAPLACE", 1)
+    found = effort_of(at_theta)
+    assert (found.draws, found.later) == (MORE, LONGER * MORE)
 
 
 @pytest.mark.parametrize(("most", "more"), [(8 * MORE, True), (8 * MORE - 1, False)])
