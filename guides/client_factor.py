@@ -25,13 +25,13 @@ from bayesfed.elbo.program import Params
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     attached_gradient,
+    eigen,
     highest,
     is_going,
     jacobian,
     jacobians,
     line_search,
     newton_step,
-    within_range,
 )
 from bayesfed.guides.triangular import root_of_precision
 from bayesfed.tracing.compiler import traceable
@@ -185,7 +185,7 @@ def factor(
     u, z = (x.detach().requires_grad_() for x in (mode, z))
     grad = attached_gradient(log_likelihood(u[None], z), u)
     hessian, by_z = jacobians(grad, u, z)
-    values, vectors = torch.linalg.eigh(within_range(-hessian.detach()))
+    values, vectors = eigen(-hessian.detach())
     pull = (vectors.mT @ grad.detach()[..., None]).squeeze(-1).abs()
     least = (pull / FURTHEST).clamp(min=WEAKEST)  # bounds the distance of a from û
     precision = (vectors * values.maximum(least)[..., None, :]) @ vectors.mT

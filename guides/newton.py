@@ -189,12 +189,17 @@ def _eigen(precision: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the eigenvalues and eigenvectors of the matrix in units of the diagonal ``least``, and these units."""
     root = least.sqrt()
     units = root[..., None] * root[..., None, :]
-    matrix = within_range(precision / units)
+    return *eigen(precision / units), units
+
+
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of :func:`within_range`; in double precision where single precision has none."""
+    matrix = within_range(matrix)
     try:
-        return *torch.linalg.eigh(matrix), units
+        return tuple(torch.linalg.eigh(matrix))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(matrix.double())
-        return values.to(matrix), vectors.to(matrix), units
+        return values.to(matrix), vectors.to(matrix)
 
 
 def within_range(matrix: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ PILOT, SPAN, SECANTS, SAME, LEAST_SECANT = 8, 1.5, 8, 0.1, 0.04
 """Draws of θ at which clients are examined; how many standard deviations from the mode gradients are compared with the
 curvature; the most times that a precision comes from gradients, the change that ends it, and the least precision
 each time, which makes a variable five times as wide."""
+SKEWED, NARROW = 8, 0.15
+"""The number of a client's variables above which a density has kinks only if secants that are this short curve more,
+too: of many directions a smooth density is skewed in some, and secants in all take long."""
 KINKED = 1.2
 """The factor on the width that gradients give: a density with kinks has heavier tails than a Normal."""
 LEAST_CURVATURE = 0.05
@@ -176,13 +179,17 @@ def _secant_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
     """Return roots of the covariances, by secants in place of the curvature where that fails.
 
     A log density with absolute values, such as Laplace's, curves nowhere but at its kinks. Clients for whom secants
-    curve more than twice as much at some draws of θ have the precision of secants. Where a density is not concave it
-    may be almost flat at its mode and steep beyond, as where the peaks of a Student-t prior and of the likelihood
-    merge. It curves less than the prior there; these draws of θ have the precision of secants, too, where a client has
-    one variable. Of several, some draws of θ far from the posterior have candidates that are no numbers by these.
+    curve more than twice as much at some draws of θ, and short ones do where they have many variables, have the
+    precision of secants. Where a density is not concave it may be almost flat at its mode and steep beyond, as where
+    the peaks of a Student-t prior and of the likelihood merge. It curves less than the prior there; these draws of θ
+    have the precision of secants, too, where a client has one variable. Of several, some draws of θ far from the
+    posterior have candidates that are no numbers by these.
     """
     few = _few(given.size).to(u.device)
-    kinked = (_secants(given.at(few), u[few], root[few]) - 1).amax((0, -3, -2, -1)) > 1
+    some = given.at(few), u[few], root[few]
+    kinked = (_secants(*some) - 1).amax((0, -3, -2, -1)) > 1
+    if u.shape[-1] > SKEWED and bool(kinked.any()):
+        kinked &= (_secants(*some, NARROW) - 1).amax((0, -3, -2, -1)) > 1
     clients = kinked.nonzero()[:, 0]
     root = root.clone()
     if len(clients):
@@ -219,15 +226,15 @@ def _roots_by_secants(given: Conditionals, u: Tensor, root: Tensor, least: float
     return new.where(proper[..., None, None], root)
 
 
-def _secants(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
+def _secants(given: Conditionals, u: Tensor, root: Tensor, span: float = SPAN) -> Tensor:
     """Return the precision ``(S, K, 1, P, P)`` that secants show, in the coordinates of L = ``root``."""
-    away = SPAN * root.mT.movedim(-2, 0)  # the columns, (P, S, K, 1, P)
+    away = span * root.mT.movedim(-2, 0)  # the columns, (P, S, K, 1, P)
     ends = torch.cat([u + away, u - away])
     (slopes,) = given.run(
         _gradient, 2 * given.width, ends.flatten(0, 1), given.z.repeat(len(ends), 1, 1, 1)
     )
     up, down = slopes.unflatten(0, (2, -1, given.size)).unbind()
-    secant = root.mT @ ((down - up) / (2 * SPAN)).movedim(0, -1)
+    secant = root.mT @ ((down - up) / (2 * span)).movedim(0, -1)
     return (secant + secant.mT) / 2
 
 

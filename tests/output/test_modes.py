@@ -144,6 +144,57 @@ def test_evidence_of_densities_that_curve_at_kinks_only(name):
     assert np.abs(found - expected).max() < 0.3
 
 
+KINDS = 10
+
+
+def in_kinds(outcome, tau):
+    """A variable for each of ten kinds of rows, which has an outcome of its own."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            prior = dist.Normal(mu[..., None] + torch.zeros(KINDS), tau)
+            own = pyro.sample("own", prior.to_event(1))
+            with federation.observations() as obs:
+                here = torch.nn.functional.one_hot(obs["kind"].long(), KINDS).to(own.dtype)
+                pyro.sample("y", outcome((own * here).sum(-1)), obs=obs.get("y"))
+
+    return model
+
+
+def given_mu(model, y, mu):
+    """Return the posteriors at values of mu ``(S,)`` of clients with outcomes ``(K, kinds, rows)``."""
+    kind = np.repeat(np.arange(float(KINDS)), y.shape[-1])
+    clients = {f"c{i}": {"kind": kind, "y": values.ravel()} for i, values in enumerate(y)}
+    federation = bf.Federation.from_arrays(clients)
+    fitted = bf.fit(model, federation, bf.SFVI(corrected=False), rounds=2, progress=False)
+    scaling = fitted.program.guide.globals["mu"]
+    z = (torch.tensor(mu) - scaling.loc) / scaling.scale
+    return fitted, given_at(fitted, {"global": z[:, None, None, None]})
+
+
+def test_a_smooth_density_in_many_directions_has_the_width_of_its_curvature(float64):
+    """No counts at all: the density is so skewed that secants curve twice as much, but short ones do not."""
+    model = in_kinds(lambda own: dist.Poisson(own.exp()), 10.0)
+    _, given = given_mu(model, np.zeros((3, KINDS, 1)), np.linspace(-0.5, 0.5, 9))
+    u, root = laplace_approximation(given)
+    ratio = root.diagonal(dim1=-2, dim2=-1) * (u.exp() + 1 / 100).sqrt()
+    assert 0.85 < ratio.min() < ratio.max() < 1.01  # by secants 0.76 to 1.09
+
+
+def test_evidence_of_many_variables_whose_density_curves_at_kinks_only(float64):
+    """It is the product of that of ten variables, each by a sum over a grid."""
+    y = np.random.default_rng(3).laplace(0.5, 1.0, size=(3, KINDS, 6))
+    mu = np.linspace(-0.5, 1.5, 30)
+    fitted, given = given_mu(in_kinds(lambda own: dist.Laplace(own, 1.0), 1.5), y, mu)
+    every = torch.arange(3)
+    found = evidence_by_laplace(fitted, given.theta, 30, every, fitted.key(0, "test")).numpy()
+    tau, scale = np.full(30, 1.5), np.ones(30)
+    expected = [sum(on_grid(rows, stats.norm.logpdf, mu, tau, scale) for rows in own) for own in y]
+    errors = found - np.stack(expected, 1)
+    assert np.abs(errors).max() < 0.5 and errors.std(0).max() < 0.15
+
+
 def robust(federation):
     """A Student-t prior, with which a client's log density may have two peaks, or a flat one where these merge."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
