@@ -27,6 +27,11 @@ TREE = {
     "tau_ward": dist.HalfNormal(1.0),
     "sigma": dist.HalfNormal(1.0),
 }
+CURVES = {
+    "mu": dist.Normal(0.0, 2.0),
+    "length": dist.LogNormal(0.0, 0.5),
+    "height": dist.HalfNormal(1.0),
+}
 COUNTS = {"mu": dist.Normal(0.0, 2.0), "tau": dist.HalfNormal(1.0), "step": dist.HalfNormal(1.0)}
 JITTER = 1e-4
 Theta = Mapping[str, Tensor]
@@ -58,6 +63,13 @@ def normal_rows(federation: Any, path: Tensor, sigma: Tensor) -> None:
         pyro.sample("y", dist.Normal(rows_of(path, obs), sigma), obs=obs.get("y"))
 
 
+def poisson_rows(federation: Any, path: Tensor) -> None:
+    """Counts with this log mean."""
+    pyro.deterministic("path", path)
+    with federation.observations() as obs:
+        pyro.sample("y", dist.Poisson(rows_of(path, obs).exp()), obs=obs.get("y"))
+
+
 def walk_noise(size: int) -> Callable[[Any], None]:
     """A random walk of which the steps are sampled."""
 
@@ -79,9 +91,19 @@ def walk_poisson(size: int) -> Callable[[Any], None]:
         with federation.clients():
             level = pyro.sample("level", dist.Normal(at["mu"], at["tau"]))
             z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
-            path = column(level) + column(at["step"]) * z.cumsum(-1)
-            with federation.observations() as obs:
-                pyro.sample("y", dist.Poisson(rows_of(path, obs).exp()), obs=obs.get("y"))
+            poisson_rows(federation, column(level) + column(at["step"]) * z.cumsum(-1))
+
+    return program
+
+
+def gp_poisson(size: int) -> Callable[[Any], None]:
+    """Counts whose log mean is a Gaussian process."""
+
+    def program(federation: Any) -> None:
+        at = sampled(CURVES)
+        with federation.clients():
+            x = pyro.sample("x", dist.MultivariateNormal(torch.zeros(size), kernel(at, size)))
+            poisson_rows(federation, column(at["mu"]) + x)
 
     return program
 
@@ -219,7 +241,10 @@ def tree_covariance(hospitals: int, wards: int) -> Callable[[Theta, int], Tensor
 
 @dataclass(frozen=True)
 class Problem:
-    """A program, its priors, the covariance of a client's path given θ, and θ of the simulation."""
+    """A program, its priors, the covariance of a client's path given θ, and θ of the simulation.
+
+    Rows are ``each`` numbers with Normal noise at a place of the path, or Poisson counts.
+    """
 
     program: Callable[[Any], None]
     size: int
@@ -267,8 +292,11 @@ def problems() -> dict[str, Problem]:
         covariance = tree_covariance(h, w)
         found[f"tree, {h} × {w}"] = Problem(tree(h, w), h * w, TREE, covariance, effects, each=2)
     counts = {"mu": 1.0, "tau": 0.5, "step": 0.2}
-    for T in (20, 40, 60):
+    for T in (20, 40, 60, 100):
         found[f"walk, Poisson, {T}"] = Problem(
             walk_poisson(T), T, COUNTS, counts_covariance, counts, poisson=True
         )
+    curves = {"mu": 1.0, "length": 1.0, "height": 0.7}
+    for T in (24, 40):
+        found[f"GP, Poisson, {T}"] = Problem(gp_poisson(T), T, CURVES, kernel, curves, poisson=True)
     return found
