@@ -209,8 +209,8 @@ class Probed(NamedTuple):
 def probed_effort(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     """Return the result of :func:`effort_of` if a probe shows first what estimates need; else None.
 
-    It does so where data are large, and for mixtures of rows in one process: their posteriors have several modes, which
-    proposals do not find from far away.
+    It does so where data are large; for mixtures of rows in one process, whose posteriors have several modes, which
+    proposals do not find from far away; and there where q(w_i | θ) is Laplace's approximation, see :data:`CLOSE`.
     """
     effort = effort_of(fitted, elsewhere)
     if effort is None or not has_block(fitted.program) or is_exact(fitted.program):
