@@ -89,6 +89,18 @@ def laplace_at(
     return PrecisionNormal(u + root.solve(grad), root)
 
 
+def laplace_near(
+    structure: Structure, log_joint: Callable[[Tensor], Tensor], u: Tensor, least: Tensor
+) -> tuple[PrecisionNormal, Tensor]:
+    """Laplace's approximation by one Newton step from u ``(S, K, 1, P)``, and twice the gain of that step ``(S, K)``.
+
+    Arguments as of :func:`laplace_at`.
+    """
+    grad, root = _derivatives(structure, log_joint, u, least, attached=False)
+    step = root.solve(grad)
+    return PrecisionNormal(u + step, root), (grad * step).sum((-2, -1))
+
+
 def newton_step(
     structure: Structure, log_joint: Callable[[Tensor], Tensor], u: Tensor, least: Tensor
 ) -> tuple[Tensor, Tensor]:

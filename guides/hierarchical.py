@@ -21,6 +21,7 @@ from bayesfed.guides.client_laplace import Structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Scaling
 from bayesfed.guides.newton import NEWTON_STEPS, is_going
+from bayesfed.guides.precision_normal import PrecisionNormal
 from bayesfed.guides.site_factors import SiteFactors, client_params, concatenate
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.guides.unconstrained import AsGuide, ModelAt, delta_at, split
@@ -201,6 +202,14 @@ class Hierarchical:
             self._least,
         )
         return StickingTheLanding(lambda: q)
+
+    def laplace_near(
+        self, params: Params, batch: Any, u: Tensor, z: Tensor
+    ) -> tuple[PrecisionNormal, Tensor]:
+        """Laplace's approximation at z near u, see :func:`~bayesfed.guides.client_laplace.laplace_near`."""
+        assert self.structure is not None
+        log_joint = partial(self.block_log_joint, params, batch, z=z)
+        return client_laplace.laplace_near(self.structure, log_joint, u, self._least)
 
     def _log_joint(self, batch: Any, u: Tensor, values: Params) -> Tensor:
         """log p(u, D_i | θ) under the handlers that the guide runs in, ``(..., K)``."""

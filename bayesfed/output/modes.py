@@ -14,7 +14,7 @@ from bayesfed.elbo.noise import Draw, fold, key, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides import newton
 from bayesfed.guides.triangular import inverse_root
-from bayesfed.output.conditionals import Conditionals, is_laplace, log_joint, normal_prior
+from bayesfed.output.conditionals import Conditionals, is_exact, is_laplace, log_joint, normal_prior
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
@@ -61,8 +61,29 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     return u[draws], _secant_roots(different, u, root)[draws]
 
 
+@torch.no_grad()
 def _approximation_of_guide(given: Conditionals) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`laplace_approximation` where q(u | θ) is the approximation."""
+    """Return the result of :func:`laplace_approximation` where q(u | θ) is the approximation.
+
+    Of many draws of θ it is found at a few, and at others by one step from a polynomial, as :func:`_fitted_modes` does.
+    """
+    polynomial = None if is_exact(given.program) else find_polynomial(given.z[:, 0, 0], DEGREE)
+    if polynomial is None:
+        return _guide_at_draws(given)
+    start = polynomial.fitted(_guide_at_draws(given.at(polynomial.few))[0])
+    guide, found = given.program.guide, []
+    for part in given.program.draw_blocks(len(given.batch), given.size):
+        q, gain = guide.laplace_near(given.params, given.batch, start[part], given.z[part])
+        found.append((q.mean, q.scale_tril, gain))
+    u, root, gain = (torch.cat(values) for values in zip(*found, strict=True))
+    far = (~(gain < TOLERANCE)).any(1).nonzero()[:, 0]
+    if len(far):
+        u[far], root[far] = _guide_at_draws(given.at(far))
+    return u, root
+
+
+def _guide_at_draws(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return the mean of q(u | θ_s) and a root of its covariance."""
     parts = given.program.draw_blocks(len(given.batch), given.size)
     every = torch.arange(given.size, device=given.z.device)
     blocks = [given.at(every[part]).block() for part in parts]
