@@ -13,7 +13,7 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.conditionals import Conditionals, has_block
+from bayesfed.output.conditionals import Conditionals, has_block, is_laplace
 from bayesfed.output.defensive import (
     WIDTHS,
     Centre,
@@ -207,7 +207,7 @@ def proposal_centre(
     """
     batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
     given = Conditionals(fitted.program, params, theta, batch, count)
-    if fitted.laplace:
+    if fitted.laplace and not is_laplace(fitted.program):
         mode, curved = laplace_approximation(given)
         q = given.block()
         # the curvature overflows at absurd draws of θ

@@ -14,6 +14,8 @@ from bayesfed.guides.elimination import find_elimination, sparse_root
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.precision_normal import DenseRoot, PrecisionNormal
+from bayesfed.output.draws import draw_theta
+from bayesfed.output.locals_given_theta import proposal_centre
 
 
 def chain(size, width=1):
@@ -317,6 +319,10 @@ def test_paths_of_counts_have_their_means_and_not_their_modes():
     path = draws["step"][..., None, None] * draws["z"].reshape(1000, 3, 70).cumsum(-1)
     shifts = (path.double().numpy().mean(0) - means) / path.double().numpy().std(0)
     assert abs(shifts.mean()) < 0.06  # of the modes it is 0.13
+    theta = draw_theta(posterior, 8, posterior.key(0, "test"))
+    some = torch.arange(3)
+    centre = proposal_centre(posterior, theta, 8, some, posterior.key(0, "test"), 4)
+    assert centre.mean.shape == (8, 3, 1, 70) and centre.root.isfinite().all()
 
 
 def test_a_gaussian_process_of_counts_has_its_posterior_by_a_grid():
