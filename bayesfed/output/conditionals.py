@@ -32,6 +32,11 @@ def is_exact(program: Program) -> bool:
     return is_laplace(program) and program.guide.structure.quadratic
 
 
+def is_inexact(program: Program) -> bool:
+    """Return whether q(w_i | θ) is Laplace's approximation, but not the posterior."""
+    return is_laplace(program) and not is_exact(program)
+
+
 def rows_width(program: Program, batch: Batch) -> int:
     """Return how many numbers the clients' rows hold for one draw of θ and one value of their variables, about."""
     rows = batch.mask.shape[1] * program.points

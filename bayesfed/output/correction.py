@@ -36,7 +36,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
-from bayesfed.output.conditionals import is_exact, is_laplace
+from bayesfed.output.conditionals import is_inexact, is_laplace
 from bayesfed.output.effort import (
     DRAWS,
     Probed,
@@ -205,11 +205,11 @@ def correct(
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
     laplace_locals = laplace or (is_far and learns_block(fitted) and not variance <= LITTLE)
-    at_theta = is_laplace(fitted.program) and not is_exact(fitted.program)
+    inexact = is_inexact(fitted.program)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,
-        at_theta or (laplace_locals and not estimates.suffice_for_locals(z)),
+        inexact or (laplace_locals and not estimates.suffice_for_locals(z)),
         ess=size,
         log_weights=weights.logs,
     )

@@ -12,7 +12,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
-from bayesfed.output.conditionals import has_block, is_exact, is_laplace
+from bayesfed.output.conditionals import has_block, is_exact, is_inexact, is_laplace
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
@@ -156,8 +156,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     later = draws if large else min(LATER, LONGER * affordable)
     computed = evaluations(draws, size, DEGREE) if large else draws
     cost = computed * COST * fitted.program.terms / affordable
-    at_theta = is_laplace(fitted.program) and not is_exact(fitted.program)
-    slow = large if elsewhere else cost > SLOW or at_theta
+    inexact = is_inexact(fitted.program)
+    slow = large if elsewhere else cost > SLOW or inexact
     mixture = fitted.program.terms > 1
     shared = not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
     if shared and large and evaluations(MORE, size, DEGREE) <= draws:
@@ -165,7 +165,7 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     elif shared and not large and MORE * len(fitted.federation) <= OF_CLIENTS:
         draws, later = max(draws, MORE), max(later, LONGER * MORE)
     of_laplace = int(BY_LAPLACE / max(1, size_of_evidence(fitted)))
-    if at_theta:
+    if inexact:
         draws = min(draws, max(MORE, of_laplace))
         later = min(later, LONGER * draws)
     by_laplace = min(LATER, max(draws, of_laplace))
