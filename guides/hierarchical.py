@@ -92,6 +92,17 @@ class Hierarchical:
         with locals_, AsGuide(sites), Until([*self.globals, *self.locals]):
             self.model(head)
 
+    def at_block(self, federation: Any, u: Tensor) -> None:
+        """Sample the globals and the local sites at given values of all local variables, ``(..., K, 1, P)``.
+
+        Their distribution q(w_i | θ) is not computed.
+        """
+        z, _, _ = self.sample_globals()
+        sites = self._global_sites(self._unconstrained_globals(z))
+        sites |= {name: partial(delta_at, u=part) for name, part in self.block_parts(u).items()}
+        with AsGuide(sites), Until([*self.globals, *self.locals]):
+            self.model(federation.head())
+
     def of_globals(self, federation: Any) -> None:
         """Sample the global sites alone, for which no client's variables are computed."""
         z, _, _ = self.sample_globals()

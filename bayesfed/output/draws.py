@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +27,10 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
+from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.particles import has_modes
 from bayesfed.output.client_draws import Draws
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import draw_guide_locals
@@ -228,8 +231,11 @@ def draw_clients(
     supplied = _guide_noise(program, keys, count, local=True, centre=centre)
     if not centre and (fitted.laplace or fitted.resampled):
         given |= draw_guide_locals(fitted, given, count, chunk, key)
+    guide = program.guide
+    if LOCAL in given and has_block(program):
+        guide = partial(guide.at_block, u=given[LOCAL])
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
-        nodes = poutine.trace(program.guide).get_trace(own).nodes
+        nodes = poutine.trace(guide).get_trace(own).nodes
     values = {
         site.name: nodes[site.name]["value"].expand(
             count, len(chunk) if site.local else 1, 1, *site.event_shape

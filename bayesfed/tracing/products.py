@@ -1,4 +1,4 @@
-"""Sums of products: over a short last dimension, such as linear predictors of a few covariates, and of matrices.
+"""Sums of products, such as linear predictors and their derivatives, and products of matrices.
 
 ``(x * beta).sum(-1)`` writes each product, and torch adds up two or three neighbouring numbers at a fraction of the
 speed at which it adds up columns. For the products of one matrix with many vectors torch copies the matrix for each.
@@ -21,10 +21,11 @@ SHORT = 8
 
 
 def sum_of_products(total: Operation, product: Operation | None) -> list[Operation] | None:
-    """Return operations with the same result as the sum of a product over its last dimension; None if there are none.
+    """Return operations with the same result as the sum of a product over one dimension; None if there are none.
 
     They are a matrix product where one factor is constant and the factors vary along different other dimensions, as
-    draws and rows do, and else products of the entries along that dimension, added up one after another.
+    draws and rows do; products of matrices where both vary along some, as effects and rows of each client do; and of a
+    few entries products of each, added up one after another.
 
     Args:
         total: a sum.
@@ -33,18 +34,25 @@ def sum_of_products(total: Operation, product: Operation | None) -> list[Operati
     if product is None or product.target is not aten.mul.Tensor or len(product.reads) != 2:
         return None
     form, (result,) = total.reads[0].form, total.results
-    if result is None or total.kwargs or total.args[2:] not in ([], [False]):
-        return None
-    if total.args[1] not in ([-1], [len(form.shape) - 1]):
+    if result is None or total.kwargs or len(total.args[1]) != 1:
         return None
     one, other = product.reads
     if one.constant is not None:
         one, other = other, one
-    number = form.shape[-1]
-    sizes = [(value.form.shape[-1:], value.form.dtype) for value in (one, other)]
-    if other.constant is None or sizes != [((number,), form.dtype)] * 2:
+    if other.constant is None or one.constant is not None:
         return None
-    return _matrix_product(one, other, result) or _one_after_another(one, other, result, number)
+    if {one.form.dtype, other.form.dtype} != {form.dtype} or not is_dense(result.form):
+        return None
+    dim, last = total.args[1][0] % len(form.shape), len(form.shape) - 1
+    if dim == last and total.args[2:] in ([], [False]):
+        number = form.shape[-1]
+        if {value.form.shape[-1:] for value in (one, other)} == {(number,)}:
+            found = _matrix_product(one, other, result) or _one_after_another(
+                one, other, result, number
+            )
+            if found:
+                return found
+    return _matrix_products(one, other, form.shape, dim, result)
 
 
 def _matrix_product(one: Value, constant: Value, result: Value) -> list[Operation] | None:
@@ -67,6 +75,53 @@ def _matrix_product(one: Value, constant: Value, result: Value) -> list[Operatio
         _operation(aten.matmul.default, [rows, _constant(matrix, constant)], at_rows),
         _operation(aten.view.default, [at_rows, [*shape]], result),
     ]
+
+
+def _matrix_products(
+    one: Value, constant: Value, shape: Sequence[int], inner: int, result: Value
+) -> list[Operation] | None:
+    """Return one matrix product for each index along the dimensions along which both factors vary.
+
+    Args:
+        one: the factor that is not constant.
+        constant: the other one.
+        shape: of the product.
+        inner: the dimension that is summed.
+        result: the sum.
+
+    None if the matrices are small.
+    """
+    ours, others = (
+        (1,) * (len(shape) - len(value.form.shape)) + tuple(value.form.shape)
+        for value in (one, constant)
+    )
+    if ours[inner] != others[inner] or constant.constant is None:
+        return None
+    dims = [dim for dim in range(len(shape)) if dim != inner]
+    both = [dim for dim in dims if ours[dim] > 1 and others[dim] > 1]
+    rows = [dim for dim in dims if ours[dim] > 1 and others[dim] == 1]
+    columns = [dim for dim in dims if ours[dim] == 1]
+    width = math.prod(others[dim] for dim in columns)
+    if min(width, shape[inner]) <= SHORT:
+        return None
+    stack = math.prod(shape[dim] for dim in both)
+    height, length = math.prod(shape[dim] for dim in rows), shape[inner]
+    matrices = constant.constant.reshape(others).permute(*both, *rows, inner, *columns)
+    matrices = matrices.reshape(stack, length, width).contiguous()
+    whole, factor = new_value(ours, one), new_value((stack, height, length), one)
+    turned = new_value([ours[dim] for dim in (*both, *columns, *rows, inner)], one)
+    each = new_value((stack, height, width), one)
+    operations = [
+        _operation(aten.reshape.default, [one, [*ours]], whole),
+        _operation(aten.permute.default, [whole, [*both, *columns, *rows, inner]], turned),
+        _operation(aten.reshape.default, [turned, [*factor.form.shape]], factor),
+        _operation(aten.bmm.default, [factor, _constant(matrices, constant)], each),
+    ]
+    order = [*both, *rows, inner, *columns]
+    sizes = [1 if dim == inner else shape[dim] for dim in order]
+    back = [order.index(dim) for dim in range(len(shape))]
+    last = _reordered(each, sizes, back, operations)
+    return [*operations, _operation(aten.view.default, [last, [*result.form.shape]], result)]
 
 
 def _one_after_another(

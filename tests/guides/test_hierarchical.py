@@ -1,15 +1,20 @@
 """The factor of a client's local variables, and the exactness of chains of Normal priors."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 import bayesfed as bf
+from bayesfed.elbo import handlers
 from bayesfed.guides import local
+from bayesfed.guides.family import GLOBAL
+from bayesfed.guides.hierarchical import LOCAL
 
 
 def data(wards=3):
@@ -213,6 +218,26 @@ def test_a_guide_takes_the_coordinates_of_another():
     assert torch.equal(placed["mu"], moved["mu"])
     assert torch.equal(placed["a"], moved["a"])
     assert torch.equal(placed["ward"], guide.coordinates()["ward"])
+
+
+def test_local_sites_at_given_values_need_no_q(monkeypatch):
+    """They are those of the guide with this value of its block, and q(w_i | θ) is not computed."""
+    federation = data()
+    program = bf.SFVI().program(hospital_and_wards, federation)
+    assert program.guide.block
+    u = torch.randn(5, 3, 1, 4, generator=torch.Generator().manual_seed(0))
+    values = {GLOBAL: torch.randn(5, 1, 1, 1), LOCAL: u}
+    batch = federation.batch()
+
+    def nodes(guide):
+        with handlers.given(batch.device, noise={}, values=values, draws=5):
+            return poutine.trace(guide).get_trace(batch).nodes
+
+    expected = nodes(program.guide)
+    monkeypatch.setattr(local, "conditional", None)
+    found = nodes(partial(program.guide.at_block, u=u))
+    for site in ("mu", "a", "ward"):
+        assert torch.equal(found[site]["value"], expected[site]["value"])
 
 
 WEEKS = 24

@@ -127,6 +127,45 @@ def test_matrices_are_not_copied_for_each_vector(clients):
     assert {op.args[0].form.shape[0] for op in products} == {3}  # as many as draws in a block
 
 
+def curvature_of_clients(program, rows, u, z):
+    """That of logistic regressions with coefficients of each client's own."""
+
+    def density(u):
+        logits = z[..., 0] + (rows["X"] * u).sum(-1)
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, rows["y"].expand(logits.shape), reduction="none"
+        )
+        return -losses.sum(-1) - u.square().sum((-2, -1)) / 2
+
+    with torch.enable_grad():
+        return [x.detach() for x in newton.value_and_curvature(density, u)]
+
+
+@pytest.mark.parametrize(("clients", "number", "columns"), [(4, 20, 12), (1, 20, 12), (4, 9, 9)])
+def test_second_derivatives_are_products_of_matrices(clients, number, columns):
+    """Xᵀ W X of each client and draw, and no result with a number for each row and each pair of columns."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = {
+        "X": torch.randn(clients, number, columns, generator=generator),
+        "y": (torch.rand(clients, number, generator=generator) < 0.5).float(),
+    }
+    u, z = (torch.randn(31, k, 1, p, generator=generator) for k, p in ((clients, columns), (1, 1)))
+    program = Program()
+    check(curvature_of_clients, program, (numbers,), [u, z])
+    (kept,) = blocks._recordings[id(program)].values()
+    special = blocks.specialise(kept.recording, dict(enumerate(numbers.values())))
+    pairs = special.inputs[0].form.shape[0] * clients * number * columns**2
+    results = [value for op in special.operations for value in op.results if value is not None]
+    assert max(value.form.shape.numel() for value in results) < pairs / 2
+    targets = [op.target for op in special.operations]
+    assert torch.ops.aten.bmm.default in targets
+    x, w = numbers["X"].double(), u.double()[:, :, 0]
+    p = torch.sigmoid(z.double()[:, :, 0] + torch.einsum("knp,skp->skn", x, w))
+    hessian = -torch.einsum("knp,skn,knq->skpq", x, p * (1 - p), x) - torch.eye(columns)
+    _, _, found = blocks.in_blocks(curvature_of_clients, program, (numbers,), [u, z], 20)
+    torch.testing.assert_close(found[:, :, 0].double(), hessian, rtol=1e-4, atol=1e-4)
+
+
 def of_expanded(program, rows, z):
     """Arithmetic of an expansion, whose result is then read as it lies in memory."""
     every = z[:, 0, :1, None].exp().expand(-1, 4, 5)
