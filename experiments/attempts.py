@@ -6,8 +6,9 @@
 attempts.md: mistakes of the kind that Pyro itself lets pass, and the first sentence of the refusal, warning or caveat.
 attempts_programs.md: generated programs that are correct (tests/invariants/programs.py), started with any warning an
 error. attempts_converged.md: fits of mu ~ N(0, s), a_i ~ N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is known,
-for several s, numbers of rounds, cohorts and seeds: what is said of those that are within a quarter of a standard
-deviation and of a log standard deviation, and of the others.
+for several s, numbers of rounds, cohorts and seeds: how far they are off, in standard deviations or log standard
+deviations, and how far the caveat says that they have to go. A fit is "done" within 0.25 and "not done" beyond 0.5; it
+is "said to move" if the caveat states a distance, and "warned of" if that is more than 1.
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ def summary(refused: dict[tuple[str, ...], str], found: dict[Any, list[str]]) ->
     examples = {reason(message): message for message in reversed(refused.values())}
     lines = [
         f"Of {len(compositions()):,} combinations {len(refused):,} are refused by their parts. "
-        f"{len({key[1:] for key in found})} of the others are fitted here; {len(new_ones(found))} that no paper has "
-        "run on a model or more. The refusals, each kind with an example:",
+        f"{len({key[1:] for key in found})} of the others are fitted here; {len(new_ones(found))} of them, whose "
+        "parts are those of no paper's method, run on at least one model. The refusals, each kind with an example:",
         "",
         *(f"- {count:,} times {why}: “{examples[why]}”" for why, count in counts.most_common()),
     ]

@@ -1,4 +1,4 @@
-"""Clients with many local variables that depend on each other, beside the exact posterior. Makes many_locals.md.
+"""How close are fits where clients have many local variables that depend on each other? Makes many_locals.md.
 
     python experiments/many_locals.py                  # about ten minutes
     python experiments/many_locals.py "AR, sites"      # some rows
@@ -20,16 +20,7 @@ The table has the largest shift of a posterior mean, in the reference's standard
 ratios of standard deviations, of the globals and of all numbers of all clients' paths. Seconds are CPU time of one
 thread, fit and correction. Shifts and ratios have Monte Carlo errors of about 0.03.
 
-Before q(w_i | θ) was Laplace's approximation at θ (a full factor with learnt parameters up to 64 numbers, diagonal
-factors of each site beyond), with a limit of 120 s on a busy machine:
-
-- walk, noise, 30: 0.03 | 0.98–1.01, 5 rounds, k-hat -0.04, 23 s
-- walk, noise, 100: 18.3 | 0.13–1.10, not converged after 500 rounds, k-hat 7.0, warned, 29 s; 200: 29.8, warned
-- AR, sites, 20: 0.04 | 0.98–1.04, 6 rounds, 95 s
-- AR, sites, 50; AR, noise, 50, 200, 500; AR, precision, 50; GP, noise, 40: not done
-- GP, covariance, 40: the fit stopped at an ELBO that is not a number
-
-Rows that the table lacks are not measured: those with dense precisions of 100 numbers and more take minutes.
+Not measured: counts with dense precisions of 100 numbers and more, whose fits take minutes.
 """
 
 from __future__ import annotations

@@ -5,21 +5,22 @@
     python experiments/matrix.py Network --algorithms FedAvg FOLA
 
 Only the algorithm changes; it has its usual settings. Hierarchies take all clients in each round, and as many rounds as
-the stopping rule says; 200 where there is none. The Gaussian process takes 200,
-networks 20 in minibatches of 10 rows. "refused" stands where an
-algorithm lacks what it needs of a model, with the sentence that a user gets. Three hierarchies are of no example: 12
-hospitals with one binomial row each, growth curves of 30 animals in days and grams, falls in 15 wards.
+the stopping rule says, 500 at most; 200 where there is none. The Gaussian process takes 200, networks 20 in minibatches
+of 10 rows. "refused" stands where an algorithm lacks what it needs of a model, with the sentence that a user gets.
+Three hierarchies are in no example: 12 hospitals with one binomial row each, growth curves of 30 animals in days and
+grams, falls in 15 wards.
 
 Hierarchies are compared with pooled NUTS on the same program, for all entries of all latent variables: the largest
 shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations. A point
 estimate has no standard deviation: its cell says "point". What a point estimate converges to is not NUTS' mean. So
 "own" is the distance from the optimum of the algorithm's own objective, which own_optima.py computes without the
-package's algorithms, in the same unit: NUTS' standard deviations. It is of those variables that the algorithm moves
-towards an objective, where that has a finite optimum (FedAvg's clients are fine-tuned in a number of steps; under
-FedPer the log rate of a client whose counts are all 0 goes on falling). A distance beyond 1000 says "diverged". The
-model of `pyro.param` is compared with its maximum marginal likelihood and the clients' exact posteriors there, both in
-closed form. Networks and the Gaussian process are judged by test rows: accuracy % / NLL / calibration error of digits;
-root mean square error over the targets' standard deviation / NLL of polynomials.
+package's algorithms, in the same unit: NUTS' standard deviations; it is empty where there is none (FedBE, whose
+distribution is not meant for hierarchies). It is of those variables that the algorithm moves towards an objective,
+where that has a finite optimum (FedAvg's clients are fine-tuned in a number of steps; under FedPer the log rate of a
+client whose counts are all 0 goes on falling). A distance beyond 1000 says "diverged". The model of `pyro.param` is
+compared with its maximum marginal likelihood and the clients' exact posteriors there, both in closed form. Networks and
+the Gaussian process are judged by test rows: accuracy % / NLL / calibration error of digits; root mean square error
+over the targets' standard deviation / NLL of polynomials.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def wide_locals() -> Any:
         return posterior
     found = ", ".join(f"{sd:0.2f}" for sd in posterior.sample(20_000)["a"].std(0))
     right = ", ".join(f"{n**-0.5:0.2f}" for n in data.lengths.tolist())
-    return f"without a word: {found}, about right {right}"
+    return f"no warning: {found}, about right {right}"
 
 
 ATTEMPTS: list[tuple[str, Callable[[], Any]]] = [
@@ -203,7 +203,7 @@ ATTEMPTS: list[tuple[str, Callable[[], Any]]] = [
         started(shallow),
     ),
     (
-        "`b.sum()`, which added up over draws",
+        "`b.sum()` over a vector of global variables",
         centre(summed, 50.0, 100, lambda draws: draws["b"].sum(-1)),
     ),
     (

@@ -11,7 +11,7 @@ of a mean in NUTS' standard deviations, tails that of the 5 % and 95 % quantiles
 thousand effective draws of a fit are uncertain by 0.05, those of NUTS by at most 0.03. The goal is means within 0.1,
 sds within 0.9 and 1.1, and tails within 0.15. Where it is missed the variables that miss it are given, and whether the
 fit says so: by a caveat, as for a k-hat above its limit, or by not having converged; an error is one that the fit
-raises. k is Pareto's.
+raises. k is Pareto's, none where θ is drawn by chains.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ weights, those of corrections that failed included. The final draws, which need 
 
 "to NUTS": the round from which on every mean is within 0.1 standard deviations of NUTS' and every standard deviation
 within 0.85 to 1.18 of it; "never" where the run ends outside. "end": the largest shift and the range of the ratios when
-the run stops; "q": the same of q(θ) without importance weights. Seconds leave out the checks between rounds, and are in
-whatever else the machine does: seconds_to_truth.py has better ones.
+the run stops; "q": the same of q(θ) without importance weights. It may be many standard deviations off when the run
+stops: the weighted draws come from up to five proposals, each fitted to the draws of those before. Seconds leave out
+the checks between rounds, and are in whatever else the machine does: seconds_to_truth.py has better ones.
 """
 
 from __future__ import annotations

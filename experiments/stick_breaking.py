@@ -1,7 +1,7 @@
 """How do time and error grow with the components of a mixture? Makes stick_breaking.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/stick_breaking.py                # a quarter of an hour
+    python experiments/stick_breaking.py                # twenty minutes
     python experiments/stick_breaking.py "of clients"   # some rows
 
 A truncated Dirichlet process by stick breaking: shares of K components, their centres, and an effect of each client.
@@ -10,9 +10,9 @@ The component of a row ("of rows") or of a client ("of clients") is a discrete v
 of 60 rows, or 40 clients of 5. Components have no order, so that a posterior has many modes and means of centres say
 nothing. Compared are densities of further rows of the same clients, as many again: "lost" is by how many nats a row the
 posterior's are below the density that the rows came from. NUTS is NumPyro's, with the sum over components written out,
-one chain of 1000 + 1000. The fit has the usual settings, and ends after 500 rounds if it has not converged. Seconds
-are those of a fit in a process that has run nothing before. In the run of November 2026 one other program ran beside
-it on the two cores. "named" is whether the caveat says that the posterior may be wrong.
+one chain of 1000 + 1000. The fit has the usual settings, and ends after 500 rounds if it has not converged. Seconds are
+those of a fit in a process that has run nothing before. Another program ran beside it on the two cores. "named" is
+whether the caveat says that the posterior may be wrong.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ One row of each of twelve simulated hospitals, of which Kiel has two and a half 
 Lund has 12 patients. "Exact" are integrals over a grid of μ and τ, with each hospital's own variable integrated out by
 quadrature. "Refit" is a fit to the other eleven hospitals. elpd is log p(D_i | D_-i); that of the refit is the mean of
 the hospital's density by quadrature over its draws. Figures of τ are the mean and standard deviation without the
-hospital. The last row, "none", has log p(D) in place of elpd.
+hospital. "Conflict" is the p-value of the hospital's variable given the others. "k-hat, draws" are those of the weights
+of ``without`` and its effective number of draws, "new draws" and "chains" say that draws were made again, where weights
+are too uneven. The last row, "none", has log p(D) in place of elpd.
 """
 
 from __future__ import annotations

@@ -1,16 +1,26 @@
 """Every table of the experiments is in their index, and tables older than their code are found."""
 
+import ast
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SPEC = importlib.util.spec_from_file_location("stale_tables", ROOT / "experiments" / "stale.py")
-stale = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(stale)
+
+
+def script(name):
+    """Load a script of the experiments as a module."""
+    spec = importlib.util.spec_from_file_location(f"table_{name}", ROOT / "experiments" / f"{name}.py")
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(sys.modules[spec.name])
+    return sys.modules[spec.name]
+
+
+stale, runner = script("stale"), script("runner")
 
 
 def test_that_every_table_is_in_the_index():
@@ -31,6 +41,15 @@ def test_that_every_table_says_what_made_it_and_how_to_read_it(path):
     assert not blank and re.match(r"\*\*[^*]+[.?]\*\*", title)
     before = [line for line in rest[: next((i for i, x in enumerate(rest) if x[:1] == "|"), -1)]]
     assert len(" ".join([title, *before]).split()) > 10
+
+
+@pytest.mark.parametrize("path", stale.tables(ROOT), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_that_a_table_is_explained_in_the_words_of_its_script(path):
+    text = path.read_text(encoding="utf-8")
+    if made := re.search(r"^Made by `python (experiments/\S+\.py)", text):
+        code = (ROOT / made[1]).read_text(encoding="utf-8")
+        words = runner.legend(ast.get_docstring(ast.parse(code), clean=False))
+        assert "\n".join(words).rstrip("\n") in text
 
 
 def test_that_every_row_of_the_index_has_a_script_a_question_and_a_time():

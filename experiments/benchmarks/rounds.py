@@ -4,7 +4,8 @@
     python experiments/benchmarks/rounds.py "FedAvg" --rounds 5   # rows that begin so
 
 10 clients with 600 images each train an MLP 784-100-10 (or 784-10) for 5 epochs of batches of 50. The loops are those
-of loops.py. Rounds of ours and of the loop take turns in one process; ratios are medians with the least and the
+of loops.py. The loops of FedAvg, FedABML and PFedVEM do what ours do; beside all other methods stands FedAvg's loop,
+which does less. Rounds of ours and of the loop take turns in one process; ratios are medians with the least and the
 greatest. "In FedAvg loops" divides our time by that of the plain loop's FedAvg round on the same machine and row, which
 makes it comparable with the last column: the time of public code for such a round in the same unit.
 """

@@ -2,10 +2,12 @@
 
     python experiments/deployment/agreement.py       # a few minutes
 
-Institutions are workers in this process, reached through the messages that otherwise travel. Differences are round-off:
-sums are added in another order. They are of the guide's global parameters, of the clients' own ones, both relative to
-the largest of the tensor, and of the ELBO of the last round. Beside them are those of one process in which two clients
-run together, in place of all: the effect of round-off on the method.
+Institutions are workers in this process, reached through the messages that otherwise travel. Differences begin as
+round-off: sums are added in another order. With half of the clients in a round SFVI, and in the clients' variables PVI,
+amplify it on the way to where they converge, as much in one process ("other chunks"). They are of the guide's global
+parameters, of the clients' own ones, both relative to the largest of the tensor, and of the ELBO of the last round.
+Beside them are those of one process in which two clients run together, in place of all: the effect of round-off on the
+method.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def measure(case: str) -> list[str]:
 
 def main() -> None:
     columns = (
-        "fit | rounds | global | clients' own | global, other chunks | ELBO | seconds, sites / here"
+        "fit | rounds | global | clients' own | global, other chunks | ELBO | seconds, institutions / here"
     )
     runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 

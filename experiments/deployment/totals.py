@@ -127,7 +127,7 @@ def measure(case: str) -> list[str]:
 def main() -> None:
     columns = (
         "fit | rounds, Flower / one process | median seconds a round | seconds in all "
-        "| seconds in one process | kB a site sends a round | load"
+        "| seconds in one process | kB an institution sends a round | load"
     )
     runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 

@@ -3,20 +3,22 @@
     python experiments/mnist/run.py                                    # every recipe and method, hours on two cores
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
 
-Every method is tuned alike. PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP
-784-100-10, 10 % of the clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50,
-100 rounds, gradient descent but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows
-from the server's network; stateful methods, and PACPFL, which only conditions (one step a round, 250 rounds), have a
-column "kept" instead. The prediction of a posterior is the mean over 20 draws of it (60 with PACPFL).
+PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP 784-100-10, 10 % of the
+clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50, 100 rounds, gradient
+descent but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows from the server's
+network; stateful methods, and PACPFL, which only conditions (one step a round, 250 rounds), have a column "kept"
+instead. The prediction of a posterior is the mean over 20 draws of it (60 with PACPFL).
 
-Rates of local and of personal steps are chosen from the same values for every method, and a setting of its own where a
-method has one: on seed 0, by the NLL on validation images without personal steps or after the last number of them,
-whichever is lower. The search starts in the middle of the values and goes to a neighbour while that is better, so that
-the choice is better than both of its neighbours. The table is of test images, mean ± standard error over the seeds:
-accuracy % / NLL / ECE of all clients' rows together.
+Rates of local and of personal steps are chosen from the values in the last column, and a setting of its own where a
+method has one. Rows that were made later have more values ("0.03 to 1": eight), which favours them. Choices are made on
+seed 0, by the NLL on validation images without personal steps or after the last number of them, whichever is lower. The
+search starts in the middle of the values and goes to a neighbour while that is better, so that the choice is better
+than both of its neighbours. The table is of test images, mean ± standard error over the seeds: accuracy % / NLL / ECE
+of all clients' rows together.
 
-Every method has a second row, in which its predictions and personal steps have the clients' label shares as well
-(bayesfed.models.label_shares), with the best settings for it among those that the search tried.
+FedAvg and its sub-classes have a second row, in which predictions and personal steps have the clients' label shares as
+well (bayesfed.models.label_shares), with the best settings for it among those that the search tried. Where clients'
+label shares are alike the two rows agree.
 
 A row bears a method's name only if its settings leave in force what the method is about. The KL has a weight around 1
 in FedABML, as in its paper's objective, and around 0.1 in pFedBayes, its ζ (``lam`` in both); the prior's scale is

@@ -8,9 +8,9 @@ panels, which face east or west or all south, with 150 or 610 hours (bayesfed.si
 clients of RSMSE (calibration error, H = 20), of test rows, first of the clients that trained, then of those that
 joined: mean ± 95 % interval over the seeds (t).
 
-Each method's settings are chosen from its grid on a federation of another seed, by the mean RSMSE of both groups. A
-prior is either two networks (16, 16, tanh), for the mean and before the kernel, or GPyTorch's: a linear mean, RBF with
-a length scale for each input.
+Each method's settings are chosen from its grid on a federation of another seed, by the mean RSMSE of both groups. "tau"
+is in units of 1 / n: 24 is the sum over the clients (τ = 1), 1 their mean. A prior is either two networks (16, 16,
+tanh), for the mean and before the kernel, or GPyTorch's: a linear mean, RBF with a length scale for each input.
 """
 
 from __future__ import annotations

@@ -5,7 +5,19 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def sections_of(page: Path) -> list[str]:
+    """The headings of the second and third level of a page, those of the third after their section's."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found, section = [], ""
+    for marks, heading in re.findall(r"^(###?) (.+)$", text, re.M):
+        section = section if len(marks) == 3 else heading
+        found.append(f"{section}: {heading}" if len(marks) == 3 else heading)
+    return found
 
 
 def title_of(page: Path) -> str:
@@ -36,3 +48,14 @@ def test_that_a_title_that_is_used_twice_is_found(tmp_path):
     page = tmp_path / "a.md"
     page.write_text("---\nx: y\n---\n# The idea\n```python\n# a comment\n```\n", encoding="utf-8")
     assert same([title_of(page), "the Idea", "Other"]) == ["the idea"]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_that_no_section_of_a_page_occurs_twice(page):
+    assert not same(sections_of(page))
+
+
+def test_that_a_section_that_occurs_twice_is_found(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# A\n## B\n### C\n## D\n### C\n## B\n### C\n", encoding="utf-8")
+    assert same(sections_of(page)) == ["b", "b: c"]
