@@ -81,7 +81,7 @@ def start(
         The run, for :func:`step` and :func:`finish`.
 
     Raises:
-        ValueError: see :func:`fit`.
+        TypeError, KeyError, ValueError, FileExistsError: see :func:`fit`.
 
     Example:
         >>> import bayesfed as bf
@@ -347,36 +347,42 @@ def fit(
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
             see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg, PVI, FedBE, or FOLA of at
-            most 50 globals, without privacy; or a point estimate of few numbers, by all clients with all rows, which
-            takes quasi-Newton steps then (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
+            most 50 globals, without privacy; or, by all clients with all rows, PACPFL or a point estimate of at most
+            50 globals, which takes quasi-Newton steps then (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with
+            any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
-            All clients take part in N / K rounds, in an order that is drawn again each time; sums over a cohort are
-            scaled by N / K, so that every round's gradient is unbiased.
+            All clients take part in N / K rounds, in an order that is drawn again each time (each cohort by itself
+            and in secret where privacy adds noise); sums over a cohort are scaled by N / K, so that every round's
+            gradient is unbiased.
         batch_size: number of rows that a client uses in a local step, scaled by n_i / b_i; by default all.
         privacy: clips the uploads and adds noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and stored as ``posterior.epsilon``.
-        held_out: rows of the same clients that are not trained on, as ``federation.split`` gives them. Without
-            ``rounds`` the run stops when its clients predict them no better, after 500 rounds at most: see
-            :mod:`bayesfed.engine.stopping.held_out`.
-        seed: of every stream of noise.
+        held_out: rows of the same clients, in the same order, that are not trained on, as ``federation.split`` gives
+            them. The run stops when its clients predict them no better, after 500 rounds at most: see
+            :mod:`bayesfed.engine.stopping.held_out`. Not together with ``rounds``, privacy or several processes.
+        seed: of all random numbers but the noise and the cohorts of privacy, which come from the operating system.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
-        resume: a file that the run is saved to after its rounds (in at most a twentieth of the time, and when
-            it is interrupted; an interrupt waits for the end of the round, a second one does not). If the file is there
-            already the run is resumed from it, with results bit-identical to those of an uninterrupted run. It may be
-            given other ``rounds``, at least as many as it has done, unless they set the noise (``Privacy(epsilon=)``):
-            the learning rates of the following rounds are then those of a run of that length, and the numbers differ
-            from those of a run that was that long from the start unless the algorithm's ``lr_decay`` is 1.
+        resume: a file that the run is saved to after its rounds, in at most a twentieth of the time, and when it is
+            interrupted: an interrupt waits for the end of the round, a second one does not. If the file is there
+            already the run is resumed from it, with results bit-identical to those of an uninterrupted run, unless
+            privacy draws other noise. A run that was given ``rounds`` may be given others, at least as many as it has
+            done, unless they set the noise (``Privacy(epsilon=)``): the learning rates of the following rounds are then
+            those of a run of that length, and the numbers differ from those of a run that was that long from the start
+            unless the algorithm's ``lr_decay`` is 1.
         progress: show a progress bar; by default on a terminal, and elsewhere a line every ten seconds.
         callbacks: called with a :class:`Round` after each round. If one returns True the fit ends with that round.
         precision: the largest Monte Carlo standard error of the globals' means, in their posterior standard deviations,
-            such as 0.01. After the rounds, draws of θ are made until it is reached, see
-            :meth:`bayesfed.Posterior.with_precision`. A thousand independent draws have 0.03, the usual goal.
+            such as 0.01, at least 0.002 and below 1; of SFVI, SFVIAvg and PVI, without privacy. After the rounds, draws
+            of θ are made until it is reached, see :meth:`bayesfed.Posterior.with_precision`. A thousand independent
+            draws have 0.03, the usual goal.
 
     Returns:
         The :class:`~bayesfed.Posterior`.
 
     Raises:
-        TypeError: the model is no function, the data are no federation, or ``callbacks`` is a function.
+        TypeError: the model is no function, the data are no federation, the algorithm is none (call it,
+            ``bf.FedAvg()``), or ``callbacks`` is a function.
+        KeyError: the model reads a field that the federation does not have.
         ValueError: the model, the guide, the data or the options do not fit; the message names the
             site, client, field or option. ``resume`` is the file of another run: its options, model, priors or data
             differ.
@@ -385,7 +391,8 @@ def fit(
             at the end), or the server's ELBO term is not finite, or the run has diverged. It holds the run as it was
             before that round. A run that has diverged begins again once, with four times as many draws a step, and
             warns of it, unless it has a file, states in files or privacy.
-        FloatingPointError: the scale of a local prior has grown without bound.
+        FloatingPointError: the scale of a local prior has grown without bound, or PVI's product of factors is far
+            from a proper Gaussian.
 
     Example:
         >>> import bayesfed as bf

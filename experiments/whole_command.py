@@ -6,11 +6,11 @@
 
 The problems are those of problems.py and the shipped experiment of Grunfeld's firms. The rows of each are written to a
 file, and the whole command is run in a new process with the usual settings and 1,000 draws, by the other checkout (of
-commit 52dbb86) and by this one in turn. Columns are seconds: "import" up to the call of the command, "start" up to the
-fit, "fit" until the posterior is there, with its corrections, "to_arviz" its data sets for ArviZ, "rest" writing, the
-summary, the plot and held-out clients. "warm" figures are those of a second command in the same process with another
-seed. The last columns are the whole command relative to twice the fit and the imports, and to_arviz relative to the
-fit.
+commit 52dbb86) and by this one in turn. The other one corrects fewer fits, so that its second commands take less time
+on most problems. Columns are seconds: "import" up to the call of the command, "start" up to the fit, "fit" until the
+posterior is there, with its corrections, "to_arviz" its data sets for ArviZ, "rest" writing, the summary, the plot and
+held-out clients. "warm" figures are those of a second command in the same process with another seed. The last columns
+are the whole command relative to twice the fit and the imports, and to_arviz relative to the fit.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class LaplaceGaussian:
 
     Attributes:
         covariance: ``"full"`` matrices, their ``"diagonal"``, or ``"e-full"``, the eigenvalues of the full matrix as a
-            diagonal (FOLA, section IV). None: full where θ has at most 50 numbers.
+            diagonal (FOLA, section IV). None: full where θ has at most 50 numbers, else diagonal.
         gamma: γ, the precision of the prior of every ``pyro.param``.
     """
 

@@ -37,7 +37,7 @@ class HyperNetwork:
         hidden: width of the hidden layer of h.
         label_shares: as of :class:`~bayesfed.models.Network`.
         x: the field of inputs ``(rows, *event)``.
-        y: the field of labels (int64) ``(rows,)``.
+        y: the field of labels, 0 to classes − 1, ``(rows,)``.
 
     Raises:
         ValueError: the module keeps state.

@@ -57,7 +57,7 @@ class LabelShares:
 
     Attributes:
         mean: μ, the label shares of all clients together, all positive.
-        concentration: A: as many rows of a client count as much as the prior. Near 0 a client has no further labels
+        concentration: A: the prior counts as much as A rows of a client. Near 0 a client has no further labels
             than its rows have; large values make all clients alike.
 
     Raises:

@@ -32,7 +32,7 @@ class Modulated:
     The output of each activation of f is gated, each unit or channel by one number. m is named ``prior.loc``: a
     ``pyro.param``, or with ``hyper_scale`` a random variable, Normal around its initial value. g is the encoder of the
     sample site ``gates`` (:mod:`bayesfed.guides.encoders`): an algorithm with a context
-    (:class:`~bayesfed.algorithms.cafeme.CAFeMe`) computes ζ_i from the client's labelled rows, and its prior enters no
+    (:data:`~bayesfed.CAFeMe`) computes ζ_i from the client's labelled rows, and its prior enters no
     loss; for any other algorithm ζ_i is a local variable with a standard Normal prior. In both cases the prediction for
     a row does not depend on the other rows that are predicted with it.
 

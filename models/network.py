@@ -50,7 +50,7 @@ class Network:
         noise: standard deviation of the normal likelihood.
         hyper_scale: standard deviation of the hyper-prior of m, log σ and v; by default they are ``pyro.param``.
         x: the field of inputs ``(rows, *event)``.
-        y: the field of labels (int64) or targets ``(rows,)``.
+        y: the field of labels, 0 to classes − 1, or of targets, ``(rows,)``.
 
     Raises:
         ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood;

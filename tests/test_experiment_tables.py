@@ -14,8 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 def script(name):
     """Load a script of the experiments as a module."""
-    spec = importlib.util.spec_from_file_location(f"table_{name}", ROOT / "experiments" / f"{name}.py")
-    sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec = importlib.util.spec_from_file_location(
+        f"table_{name}", ROOT / "experiments" / f"{name}.py"
+    )
+    sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look their module up
     spec.loader.exec_module(sys.modules[spec.name])
     return sys.modules[spec.name]
 

@@ -49,12 +49,13 @@ class Algorithm:
     """A method of federated inference.
 
     Attributes:
-        globals: the family of q(θ): a :class:`~bayesfed.guides.Point`, ``MeanField``, ``FullRank``, ``Flow``,
-            ``Particles``, ``LaplaceGaussian`` or ``OwnGuide``.
+        globals: the family of q(θ): a :class:`~bayesfed.guides.Point`, ``Gaussian``, ``MeanField``, ``FullRank``,
+            ``Flow``, ``Particles``, ``LaplaceGaussian`` or ``OwnGuide``.
         locals: the family of q(w_i | θ), and what clients keep of it.
         steps: what a client does in a round.
         rule: what is summed over the cohort, and what the server does with the sum.
-        lr_decay: the fraction of the learning rates that is left in the last round, on half a cosine.
+        lr_decay: the fraction of the learning rates towards which they fall over the rounds, on half a cosine; with 1
+            they do not fall.
         corrected: whether a fit ends with importance weights for draws of θ, by all clients, where q(θ) is some way
             from the posterior (:mod:`bayesfed.output.correction`).
         name: the name of the method, "" for a composition without one.
@@ -87,7 +88,8 @@ class Algorithm:
         """Refuse parts that do not fit.
 
         Raises:
-            ValueError: names the parts, and those that would do.
+            TypeError: a part is of another kind.
+            ValueError: names the parts that do not fit, and those that would do.
         """
         for name, whole in _KINDS.items():
             if not isinstance(getattr(self, name), whole):

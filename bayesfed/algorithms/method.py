@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, create_model
 
 from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.algorithms.meaning import meanings
 from bayesfed.settings import SettingsError, Strict, check, plain_number, ruled, validated
 
 
@@ -78,7 +79,7 @@ class Method:
 
     Args:
         name: its name.
-        summary: one sentence, with its source.
+        summary: one sentence, with its source. The method's docstring has it, and what each setting means.
         algorithm: the composition with default settings.
         settings: the fields that each keyword sets: a path such as ``"steps.lr"``, several, or a :class:`Setting`.
 
@@ -99,7 +100,6 @@ class Method:
         **settings: str | tuple[str, ...] | Setting,
     ) -> None:
         self.name = self.__name__ = self.__qualname__ = name
-        self.__doc__ = summary
         self.default = replace(algorithm, name=name)
         self.settings = {
             key: value
@@ -107,6 +107,8 @@ class Method:
             else Setting((value,) if isinstance(value, str) else value)
             for key, value in settings.items()
         }
+        entries = [f"- ``{key}``: {self.meaning(key)}" for key in self.settings]
+        self.__doc__ = "\n".join([summary, "", "Settings:", "", *entries])
         self.__signature__ = inspect.Signature(
             [
                 inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value)
@@ -124,6 +126,12 @@ class Method:
 
     def __repr__(self) -> str:
         return f"bayesfed.{self.name}"
+
+    def meaning(self, key: str) -> str:
+        """Return what a setting means: the documentation of the field of a part that it sets."""
+        owner, _, name = self.settings[key].paths[0].rpartition(".")
+        part: Any = get(self.default, owner) if owner else self.default
+        return meanings(part.__class__).get(name, "")
 
     def variant(self, name: str, summary: str, algorithm: Algorithm) -> "Method":
         """Return a method of another composition, with the keywords of this one."""

@@ -188,7 +188,7 @@ PFedMe = Method(
 )
 CAFeMe = Method(
     "CAFeMe",
-    "Meta-learning with an encoder of the client's labelled rows, which the model names (Algorithms 1 and 2).",
+    "Meta-learning with an encoder of the client's labelled rows (Vettoruzzo et al., Algorithms 1 and 2).",
     Algorithm(
         Point(), Encoded(), ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5), Mean(by="clients")
     ),
@@ -208,7 +208,7 @@ CAFeMe = Method(
 
 FedABML = Method(
     "FedABML",
-    "Bayesian meta-learning: θ is the prior from which each client makes its posterior again (Algorithm 1).",
+    "Bayesian meta-learning: θ is the prior of each client's posterior (Liu, Lv et al. 2023, Algorithm 1).",
     Algorithm(
         Point(),
         Remade("normal"),
@@ -303,7 +303,7 @@ FedBE = Method(
 )
 PACPFL = Method(
     "PACPFL",
-    "Particles of a hyper-posterior over priors, moved by Stein variational gradient descent (Algorithm 2, eq. 39).",
+    "Particles of a hyper-posterior over priors (Boroujeni et al. 2025, Algorithm 2), moved by Stein gradients.",
     Algorithm(Particles(), FromPrior(draws=10), Evidence(), Stein(lr=0.05), lr_decay=0.1),
     particles="globals.count",
     draws="locals.draws",

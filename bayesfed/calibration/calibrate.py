@@ -85,7 +85,7 @@ def calibrate(
         federation: the clients. Their covariates are used as they are, and their outcomes are replaced; those that are
             missing stay missing.
         algorithm: by default :class:`~bayesfed.SFVI`. It must have a distribution of θ.
-        n: number of replications. With 200 a coverage of 90 % has a standard error of 2 %.
+        n: number of replications, at least 2. With 200 a coverage of 90 % has a standard error of 2 %.
         simulate: the program that true values and outcomes are drawn from, with the variables and the outcome of
             ``model``; by default ``model``. Where it differs ranks are not uniform, and show how much that matters.
         path: a file to which each finished replication is written. If it is there the call goes on where it ends, with
@@ -94,7 +94,11 @@ def calibrate(
             be defined in a module, and the call be inside ``if __name__ == "__main__":``.
         seed: of all replications, each of which has its own.
         progress: show a progress bar; by default on a terminal, and elsewhere a line every ten seconds.
-        **options: of the fits, :class:`~bayesfed.calibration.replications.FitOptions`.
+        **options: of the fits: ``rounds``, ``clients_per_round``, ``batch_size``, ``privacy`` and ``execution``, as of
+            :func:`bayesfed.fit`.
+
+    Returns:
+        A :class:`~bayesfed.calibration.Calibration`: print it, or read ``table``, ``verdict`` and ``ranks``.
 
     Raises:
         TypeError: the model, the algorithm or an option is something else.

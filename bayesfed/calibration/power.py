@@ -105,8 +105,9 @@ class Power:
         """A row for each claim.
 
         ``power`` is the share of the replications that have a posterior in which the claim is shown, ``error`` its
-        binomial standard error; ``if_true`` and ``if_false`` the shares among those in which a hypothesis is true or
-        false; ``covered`` the share of intervals with the true value; ``width`` the mean width of the intervals.
+        standard error, with a success and a failure added so that it is not 0; ``if_true`` and ``if_false`` the shares
+        among those in which a hypothesis is true or false; ``covered`` the share of intervals with the true value;
+        ``width`` the mean width of the intervals.
         """
         import pandas as pd
 
@@ -184,7 +185,8 @@ def power(
         model: the Pyro program that is fitted.
         federation: the clients, as for :func:`bayesfed.calibrate`.
         claims: hypotheses such as ``"beta[0] > 0"``, which are shown if their posterior probability is at least
-            ``prob``, and numbers such as ``"beta[0]"``, which are if their central interval excludes 0. See
+            ``prob``, and numbers such as ``"beta[0]"``, which are shown if their central interval of
+            probability ``prob`` excludes 0. See
             :func:`bayesfed.effects.hypotheses`.
         algorithm: by default :class:`~bayesfed.SFVI`.
         at: global variable to its true value. A coefficient of a formula can be given if it has a prior of its own.

@@ -78,6 +78,9 @@ class Calibration:
 
         Args:
             prob: the probability of the interval, a multiple of 0.01.
+
+        Raises:
+            ValueError: it is not.
         """
         return self._inside(prob).mean("replication")
 

@@ -64,7 +64,7 @@ def compiler() -> str:
         torch.compile(lambda x: torch.sin(x) + new)(torch.ones(100))
     except Exception as error:
         said = (str(error).strip() or "no message").splitlines()[0]
-        return f"does not work, so steps are traced only: {type(error).__name__}: {said}"
+        return f"does not work, so that no step is compiled: {type(error).__name__}: {said}"
     return f"works, {time.perf_counter() - begin:.0f} s for a small function"
 
 

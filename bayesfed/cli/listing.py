@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bayesfed.algorithms import METHODS, Method
-from bayesfed.algorithms.method import get
+from bayesfed.algorithms.meaning import meanings, plain
 from bayesfed.algorithms.registry import GUIDES
 from bayesfed.cli.catalogue import DATASETS, MODELS
 
@@ -45,27 +44,20 @@ def show(what: str | None) -> None:
 
 
 def _first_line(entry: Any) -> str:
-    return _plain((inspect.getdoc(entry) or "").split("\n\n")[0])
-
-
-def _plain(text: str) -> str:
-    """Return docstring text on one line, without Sphinx markup."""
-    return re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("``", "")
+    return plain((inspect.getdoc(entry) or "").split("\n\n")[0])
 
 
 def _method_table(method: Method) -> Table:
     """Return the settings of a method, with the meaning that the fields of its parts have."""
     table = _empty_settings(method.name)
     for key, value in method.values(method.default).items():
-        owner, _, field = method.settings[key].paths[0].rpartition(".")
-        part = get(method.default, owner) if owner else method.default
-        _add_setting(table, key, value, _meaning(type(part)).get(field, ""))
+        _add_setting(table, key, value, method.meaning(key))
     return table
 
 
 def _settings_table(name: str, cls: Any) -> Table:
     """Return the settings of a dataclass."""
-    table, meaning = _empty_settings(name), _meaning(cls)
+    table, meaning = _empty_settings(name), meanings(cls)
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING
         default = "required" if required else field.default
@@ -85,19 +77,3 @@ def _empty_settings(name: str) -> Table:
 
 def _add_setting(table: Table, key: str, default: Any, meaning: str) -> None:
     table.add_row(Text(key), Text("not set" if default is None else str(default)), Text(meaning))
-
-
-def _meaning(cls: type[Any]) -> dict[str, str]:
-    """Return the documentation of a class's attributes, inherited ones where they are defined."""
-    meaning: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        meaning |= _attributes(inspect.getdoc(base) or "")
-    return meaning
-
-
-def _attributes(doc: str) -> dict[str, str]:
-    """Return the entries of a Google-style ``Attributes:`` section."""
-    _, _, section = doc.partition("Attributes:\n")
-    section = section.split("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
-    return {name: _plain(text) for name, text in entries}

@@ -95,7 +95,8 @@ class Federation:
         Raises:
             KeyError: a column does not exist.
             ValueError: a row has no client; a NaN under ``missing="fail"``; a client has no rows left; two
-                columns or two clients have one name.
+                columns or two clients have one name; a number is infinite, or torch's default floating type cannot
+                represent it (``torch.set_default_dtype(torch.float64)``).
             TypeError: a field is categorical, text or a date; ``frame`` is no table.
 
         Example:
@@ -119,10 +120,16 @@ class Federation:
         Arrays have shape ``(n_i, *event)``, with the same ``event`` shape for every client. Numbers become torch's
         default floating type; torch tensors keep their type.
 
+        Args:
+            clients: client's name to a mapping, or a frame, of arrays.
+            client_dim: what a client is called, such as ``"hospital"``.
+            missing: see :meth:`from_frame`.
+
         Raises:
             TypeError: ``clients`` has no names, or a field holds text.
             KeyError: a client lacks a field that others have, or has one that they lack.
-            ValueError: lengths differ within a client; a NaN under ``missing="fail"``.
+            ValueError: there is no client, or one without rows; lengths differ within a client, or shapes between
+                clients; a NaN under ``missing="fail"``; a number is infinite, or too large for the floating type.
         """
         return cls._build(*read_arrays(clients), client_dim, missing)
 
@@ -146,6 +153,10 @@ class Federation:
             empty: treatment of partitions without rows: ``"fail"``, or ``"drop"`` leaves them out with a warning.
 
         Clients are named by the partitioner's natural ids if it has them, otherwise by number.
+
+        Raises:
+            KeyError: a column does not exist.
+            ValueError: a partition has no rows under ``empty="fail"``; otherwise as :meth:`from_arrays`.
         """
         clients, client_dim = read_partitions(dataset, partitioner, fields, empty == "drop")
         return cls.from_arrays(clients, client_dim=client_dim, missing=missing)

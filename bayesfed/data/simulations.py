@@ -150,9 +150,9 @@ def photovoltaics(
 
     Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its
     panels face east or west with equal probability, or south, with a standard deviation of 15°; they are tilted by 15°
-    to 40°. Each house has its own clouds, which scale all irradiance by exp(a), where a is autoregressive from hour to
-    hour (standard deviation 0.2). A building 30° wide in a random direction blocks the direct light below an elevation
-    of 5° to 25°.
+    to 40°. Each house has its own clouds, which scale all irradiance by exp(a − 0.02), where a is autoregressive from
+    hour to hour (standard deviation 0.2). A building 30° wide in a random direction blocks the direct light below an
+    elevation of 5° to 25°.
 
     Rows are the hours with the sun higher than 10°, from 16 May to 15 August. Every third day is for the test; the test
     ends with the last training row.

@@ -65,10 +65,7 @@ class NodeElpds:
             )
         if not np.isfinite(own.elpd).all():
             raise MessageError("some predictive densities are 0, whose logarithm has no sum")
-        if agreed.unit == "client":
-            what = {"rows": posterior.federation.lengths.cpu()}
-        else:
-            what = describe_observations(posterior, agreed.outcome)
+        what = describe_observations(posterior, agreed.unit, agreed.outcome)
         path = folder / "leave_one_out"
         path.mkdir(exist_ok=True)
         tensors: Tensors = {

@@ -123,10 +123,10 @@ def centiles(
     Of single rows, as in a normative model; or, grouped ``by`` the client or another variable, of the mean outcome of
     each group. At the average client these are the limits of a funnel plot, adjusted for the rows' covariates; for a
     new client they include the spread between clients. The centile of an observed value y is P(Y < y) + P(Y = y) / 2,
-    estimated from S draws, so that it is between 1 / 2(S + 1) and 1 less that.
+    estimated from S draws, so that it is between 1 / (2 (S + 1)) and 1 − 1 / (2 (S + 1)).
 
-    Rows of the fit have contributed to the posterior. Without them: ``posterior.without("Delft")``, with the client's
-    rows as ``rows`` and ``level="new"``.
+    Rows of the fit have contributed to the posterior. To compare a client, say Delft, with the others alone, give
+    ``posterior.without("Delft")``, its rows as ``rows``, and ``level="new"``.
 
     Args:
         posterior: of a formula or of any Pyro program.

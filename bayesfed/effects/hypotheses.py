@@ -47,7 +47,9 @@ def hypotheses(
         source: a posterior, whose variables are those of ``posterior.sample()`` and ``posterior.derived()``; or a
             result of this module, whose rows are ``b1``, ``b2``, and so on.
         *texts: hypotheses. A name that is not an identifier is in backticks, such as ``x:kind[b]``. ``beta[0]`` is
-            entry 0 of a vector, ``a['north']`` the client's own number.
+            the first entry of a vector, ``a['north']`` the client's own number (``a[0]`` is the first client's, also
+            where clients are called 1, 2, ...). Allowed are numbers, names, entries, ``+ - * / **``, ``exp``, ``log``,
+            ``sqrt``, ``abs`` and ``sigmoid``.
         prob: the probability of the intervals.
         num_samples: number of draws of a posterior.
         seed: seed of the draws.

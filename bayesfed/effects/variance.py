@@ -100,9 +100,9 @@ def icc(
     """Compute the intraclass correlations of a formula: the share of each grouping factor in the variance.
 
     The variance is that of the linear predictor's random effects and of the residuals, given the predictors. Its
-    residual part is sigma² of Gaussian and log-Normal families (of the logarithm), π² / 3 of those with a logit link.
-    The variance of random slopes is the mean over the rows of z'Σz, for the columns z of a row and the covariance Σ of
-    the effects.
+    residual part is sigma² of Gaussian and log-Normal families (of the logarithm), π² / 3 of ``bernoulli``,
+    ``binomial`` and ``cumulative``; other families are refused. The variance of random slopes is the mean over the rows
+    of z'Σz, for the columns z of a row and the covariance Σ of the effects.
 
     Args:
         posterior: of a formula with ``( ... | g)``. With random intercepts only, global variables are enough: that of a

@@ -84,7 +84,10 @@ _WHAT_TO_DO = (
 
 @dataclass(frozen=True)
 class Privacy:
-    """The clip of the uploads and the noise of their sum.
+    """Differential privacy of clients: the clip of the uploads and the noise of their sum.
+
+    Two federations are neighbours if all rows of one client differ. ``clip`` is of the L2 norm (``"gaussian"``) or the
+    L1 norm (``"laplace"``).
 
     Give either ``epsilon``, which sets the noise, or ``noise``. With neither, uploads are only clipped, which limits
     the influence of a single client.
@@ -92,7 +95,7 @@ class Privacy:
     Attributes:
         clip: γ, the largest norm of an upload; by default it follows a quantile of the clients' norms. A smaller one
             needs less noise, and biases the uploads more.
-        epsilon: ε of all rounds together.
+        epsilon: ε of all rounds together, whose number must be given.
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
         delta: δ of the Gaussian mechanism.
         mechanism: ``"gaussian"`` or ``"laplace"``.
@@ -100,7 +103,8 @@ class Privacy:
             is infinite. By default they come from the operating system's entropy.
 
     Raises:
-        ValueError: an unknown mechanism, both ``epsilon`` and ``noise``, or a number out of range.
+        ValueError: an unknown mechanism, both ``epsilon`` and ``noise``, a number out of range, or noise without a
+            finite clip.
 
     Example:
         >>> import bayesfed as bf
@@ -138,6 +142,11 @@ class Privacy:
     def multiplier(self, rounds: int, cohort: int, clients: int) -> float:
         """Scale of the noise over 2 γ: as given, or as ``epsilon`` needs for these rounds and cohorts.
 
+        Args:
+            rounds: their number.
+            cohort: K; N, where clients keep states between rounds, as those of SFVI do.
+            clients: N.
+
         Raises:
             ValueError: ε is so small that the noise would be more than :data:`LARGEST` times the sensitivity.
         """
@@ -155,7 +164,7 @@ class Privacy:
         return found
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
-        """ε of so many rounds; infinite without noise, or with noise from a seed."""
+        """ε of so many rounds; infinite without noise, or with noise from a seed; arguments as :meth:`multiplier`."""
         scale = self.multiplier(rounds, cohort, clients)
         if scale == 0 or self.seed is not None:
             return math.inf

@@ -52,7 +52,8 @@ class Stopped(FloatingPointError):
     Attributes:
         run: as it was before the round that failed, but for the states of that round's clients:
             ``bf.finish(error.run)`` is the posterior so far.
-        draws: the number of draws a step with which it may not diverge; None if it has not diverged, or has no draws.
+        draws: the number of draws a step to try next, four times as many; None if it has not diverged, or its steps
+            make no draws.
     """
 
     def __init__(self, message: str, run: Run, draws: int | None = None) -> None:

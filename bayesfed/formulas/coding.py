@@ -111,7 +111,8 @@ class Coding:
             parameters ``sigma.X``, ...
 
         Raises:
-            FormulaError: a column is absent, has missing values or other levels, or is not finite after coding.
+            FormulaError: a column has missing values or other levels, or is not finite after coding.
+            KeyError: a column is absent.
         """
         given, clients = rows, rows.get(self.client)
         rows = self.checked_rows(name, rows)

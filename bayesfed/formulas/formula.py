@@ -131,7 +131,9 @@ class Formula:
             data: as for :func:`formula`; the column of the outcome may be absent.
 
         Raises:
-            FormulaError: a column is absent, has missing values, or has a level that no client had at the agreement.
+            FormulaError: a column has missing values, or a level that no client had at the agreement.
+            KeyError: a column is absent.
+            TypeError: the data are no frame.
         """
         return code_clients(self.coding, split_by_client(_frames(data), self.coding.client))
 
@@ -175,12 +177,13 @@ def formula(
 
     Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``,
     the intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``,
-    ``sigma`` ``HalfStudentT(4, sd(y))``. For the log link sd(y) is replaced by 1 and mean(y) by its logarithm. For the
-    logit link slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
-    ``Normal(0, 1.5)``. Those of further parameters are the same, but the intercept of a logarithm has
-    ``Normal(0, 2.5)``, that of log ``sigma`` ``Normal(log sd(y), 1)``, and standard deviations of groups have
-    ``HalfNormal(1 / sd(x))``. Correlations have ``LKJ(1)``. A covariate of ``mi`` or ``me`` has those of a Gaussian
-    outcome, the shares of ``mo`` a uniform Dirichlet distribution.
+    ``sigma`` ``HalfStudentT(4, sd(y))``; of ``lognormal`` y is its logarithm here. For other families with a log link
+    sd(y) is replaced by 1 and mean(y) by its logarithm. For the logit link slopes have ``Normal(0, 1 / sd(x))``,
+    effects of categories ``Normal(0, 1)``, the intercept ``Normal(0, 1.5)``, and standard deviations of groups
+    ``HalfNormal(2.5 / sd(x))``. Predictors of further parameters have those of the logit link, but the intercept of a
+    logarithm has ``Normal(0, 2.5)``, that of log ``sigma`` ``Normal(log sd(y), 1)``, and standard deviations of groups
+    have ``HalfNormal(1 / sd(x))``. Correlations have ``LKJ(1)``. A covariate of ``mi`` or ``me`` has those of a
+    Gaussian outcome, the shares of ``mo`` a uniform Dirichlet distribution.
 
     Args:
         text: the formula.

@@ -57,10 +57,10 @@ def save(fitted: Fitted, path: str | Path, *, globals_only: bool = False) -> Non
     ``correction.weights`` (``log_weights``, the log importance weights from which these were chosen), ``data`` and
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
-    is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
-    ``moving``, ``rising``, ``converged``; of the correction ``khat``, ``chains``, ``rhat``, ``ess`` and ``closely``
-    (its ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some),
-    ``sites``, ``schema`` (shapes and types of the fields) and ``globals_only``.
+    is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.registry.settings_of`), ``seed``,
+    ``epsilon``, ``moving``, ``rising``, ``converged``; of the correction ``khat``, ``chains``, ``rhat``, ``ess`` and
+    ``closely`` (its ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be
+    some), ``sites``, ``schema`` (shapes and types of the fields) and ``globals_only``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
     guess of a small client's rows: share such a file only with people who may see the data.
@@ -150,7 +150,8 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no checkpoint or one of a later version; a client is not in it; the model, its priors,
+        ValueError: the file is no checkpoint, or one of another format; its numbers have another floating type than the
+            federation's (``federation.to(dtype=...)``); a client is not in it; the model, its priors,
             the guide or the data are not those of the fit; the file is a server's, without the clients' variables;
             ``other_rows`` is given, but predictions need the rows of the fit.
     """

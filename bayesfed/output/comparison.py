@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -117,7 +117,8 @@ def compare(
         A table like ``az.compare``'s, with stacking weights (Yao, Vehtari, Simpson & Gelman 2018).
 
     Raises:
-        ValueError: the models have other clients, rows or outcomes; the draws of a model have no importance weights.
+        ValueError: there is no model; the models have other clients, rows or outcomes; ``unit`` is neither; the draws
+            of a model have no importance weights.
 
     Example:
         >>> import bayesfed as bf
@@ -129,18 +130,16 @@ def compare(
     """
     if not models:
         raise ValueError("compare: give at least one model, as {name: posterior}")
+    if unit not in get_args(Unit):
+        raise ValueError(f"unit is {unit!r}; it must be 'observation' or 'client'")
     (first, *others), names = models.values(), list(models)
-    what = {"rows": first.federation.lengths.cpu()}
-    if unit == "observation":
-        what = describe_observations(first, outcome)
+    what = describe_observations(first, unit, outcome)
     for name, other in zip(names[1:], others, strict=True):
         if other.federation.names != first.federation.names:
             raise ValueError(
                 f"compare: {names[0]!r} and {name!r} have other clients, or other order"
             )
-        there = {"rows": other.federation.lengths.cpu()}
-        if unit == "observation":
-            there = describe_observations(other, outcome)
+        there = describe_observations(other, unit, outcome)
         differs = describe_difference(what, there, first.federation.names)
         if differs is not None:
             raise ValueError(f"compare: {names[0]!r} and {name!r} are of other data: {differs}")

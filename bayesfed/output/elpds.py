@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.moments import is_of_moments
 from bayesfed.data.plural import plural
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Program
@@ -27,6 +28,7 @@ from bayesfed.output.loo import elpd_of_draws
 from bayesfed.output.predictions import log_likelihood
 
 if TYPE_CHECKING:
+    from bayesfed.data.federation import Federation
     from bayesfed.elbo.sites import Site
 
 Unit = Literal["observation", "client"]
@@ -123,23 +125,32 @@ def outcome_site(program: Program, outcome: str | None) -> Site:
     return sites[outcome]
 
 
-def describe_observations(fitted: Fitted, outcome: str | None) -> dict[str, Tensor]:
+def describe_observations(fitted: Fitted, unit: Unit, outcome: str | None) -> dict[str, Tensor]:
     """Return the clients' numbers of rows and a hash of each client's outcomes, int64 ``(N,)``.
 
-    Models can be compared if they have the same.
+    Models can be compared if they have the same. Where a client is left out the hash is that of all its outcomes,
+    whatever their names; there is none of a factor, which has no data, or where only moments of the rows are here.
     """
     from bayesfed.output.inference_data import find_data  # xarray takes a while to import
 
-    site, federation = outcome_site(fitted.program, outcome), fitted.federation
-    observed = find_data(fitted)[0].get(site.name)
-    if observed is None:  # a factor has no data
-        return {"rows": federation.lengths.clone().cpu()}
+    federation = fitted.federation
+    found = {"rows": federation.lengths.clone().cpu()}
+    every = fitted.program.likelihood
+    sites = [outcome_site(fitted.program, outcome)] if unit == "observation" else [*every]
+    data = {} if is_of_moments(federation) else find_data(fitted)[0]
+    if all(site.name in data for site in sites):
+        hashes = [_hash_outcomes(data[site.name], site, federation) for site in sites]
+        found["outcome"] = torch.stack(hashes).sum(0)
+    return found
+
+
+def _hash_outcomes(observed: Tensor, site: Site, federation: Federation) -> Tensor:
+    """Return a hash of each client's outcomes of one site, int64 ``(N,)``."""
     values = observed.detach().double().cpu().numpy()
     cuts = federation.offsets[1:-1].tolist() if site.per_row or site.joint else None
     parts = np.split(values, len(federation) if cuts is None else cuts)
     hashes = [blake2b(np.ascontiguousarray(p).tobytes(), digest_size=8).digest() for p in parts]
-    found = torch.tensor([int.from_bytes(h, "big", signed=True) for h in hashes])
-    return {"rows": federation.lengths.clone().cpu(), "outcome": found}
+    return torch.tensor([int.from_bytes(h, "big", signed=True) for h in hashes])
 
 
 def describe_difference(

@@ -127,6 +127,9 @@ def leave_one_client_out(
         num_samples: number of draws of θ.
         seed: seed of the draws.
 
+    Returns:
+        A :class:`ClientsLeftOut`: print it, or read ``table``, a row for each client.
+
     Raises:
         ValueError: the draws have no importance weights; or they need those of all clients, and these are some.
 

@@ -87,7 +87,7 @@ def quantiles(mixture: MixtureSameFamily, levels: Tensor, steps: int = 60) -> Te
         mixture: components need a mean, a standard deviation and a distribution function.
         levels: levels in (0, 1), ``(H,)``.
         steps: number of bisections of an interval that begins ten standard deviations of the widest component below
-            the smallest and ends as far above the largest mean.
+            the smallest mean of a component, and ends as far above the largest.
 
     Returns:
         ``(H, rows)``.

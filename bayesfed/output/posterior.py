@@ -44,10 +44,11 @@ class Posterior(Fitted):
 
     @cached_property
     def khat(self) -> float | None:
-        """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above 0.7 q is a poor approximation.
+        """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above its limit q is a poor approximation.
 
-        For a corrected posterior, that of the weights by which its draws were resampled. None if the draws are those
-        of chains, if q(θ) has no density, under privacy, or if the clients' rows are too many.
+        The limit is min(0.7, 1 − 1 / log10 S) of S draws, 0.67 of the thousand of an uncorrected q. For a corrected
+        posterior it is that of the weights by which its draws were resampled. None if the draws are those of chains, if q(θ)
+        has no density, under privacy, or if the clients' rows are too many.
         """
         if self.correction is not None:
             return self.correction.khat
@@ -59,7 +60,7 @@ class Posterior(Fitted):
 
     @cached_property
     def poor_globals(self) -> dict[str, Distance]:
-        """The global sites of a q(θ) without a correction whose weighted draws say that it is poor, the worst first.
+        """The global sites in which an uncorrected q(θ) differs from its importance-weighted draws, the worst first.
 
         By site the shift of its mean and the ratio of its sd, see :mod:`bayesfed.output.poor_variables`.
         """
@@ -99,7 +100,11 @@ class Posterior(Fitted):
 
     @property
     def caveat(self) -> str:
-        """A warning that q had not converged, is far from the posterior, or both; empty if neither."""
+        """What limits the posterior, empty if nothing is known.
+
+        That q had not converged; and that it is far from the posterior, as a whole or for some variables or clients, or
+        that there are too few draws for the precision that was asked for.
+        """
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
         draws = khat.draws_of(self, self._log_weights)
         far = khat.caveat(self.khat, draws) or ("" if self.correctable else khat.UNCORRECTABLE)
@@ -157,7 +162,8 @@ class Posterior(Fitted):
         :meth:`to_arviz` a ``num_samples`` of at least 1 / precision²: they draw from these.
 
         Args:
-            precision: the largest :attr:`monte_carlo_error`, from 0.002 to 1 posterior standard deviations.
+            precision: the largest :attr:`monte_carlo_error`, at least 0.002 and below 1, in posterior standard
+            deviations.
 
         Raises:
             ValueError: it is out of range; this is not the posterior of all clients of the fit, or it was private.
@@ -195,7 +201,8 @@ class Posterior(Fitted):
                 Normal, one of the particles if there are particles.
 
         Returns:
-            Site name to draws: globals ``(S, *event)``, locals ``(S, N, *event)``.
+            Site name to draws: globals ``(S, *event)``, locals ``(S, N, *event)``; globals only, if the posterior was
+            loaded without rows.
         """
         return predictions.sample(self, num_samples, seed, centre=centre)
 
@@ -225,13 +232,16 @@ class Posterior(Fitted):
         client, as leave-one-out needs it, and that of a new row on the client's rows of the fit.
 
         Args:
-            federation: rows of clients of this posterior; by default the rows of the fit.
+            federation: rows of clients of this posterior, with their outcomes; by default the rows of the fit.
             num_samples: S.
             seed: seed of the draws.
 
         Returns:
             Observed site, or factor, to ``(S, rows)``, NaN where the outcome is missing, or ``(S, N)`` for a site
             outside the observations plate.
+
+        Raises:
+            ValueError: the rows have no outcomes.
         """
         return predictions.log_likelihood(self, self._rows(federation), num_samples, seed)
 
@@ -272,10 +282,12 @@ class Posterior(Fitted):
             federation: rows of clients of this posterior; by default the rows of the fit.
             num_samples: S.
             seed: seed of the draws.
-            centre: predict with the posterior's centre instead of draws, see :meth:`sample`.
+            centre: predict with the posterior's centre instead of draws, see :meth:`sample`; without effect where a
+                client's rows are one event, as of a Gaussian process.
 
         Returns:
-            Observed site to ``(rows, classes)``; the classes are the site's possible values, in order.
+            Observed site to ``(rows, classes)``, or ``(N, classes)`` for a site outside the observations plate; the
+            classes are the site's possible values, in order.
 
         Raises:
             ValueError: the possible values of an observed site cannot be enumerated.

@@ -80,6 +80,11 @@ def log_likelihood(
         own = federation is fitted.federation
         nodes = run_model(few, program.model, draws, chunk, batch, left_out=own)
         for site in program.likelihood:
+            if not nodes[site.name]["is_observed"]:
+                raise ValueError(
+                    f"log_likelihood: the rows have no outcomes of site {site.name!r}: give the field that the model "
+                    "reads for it"
+                )
             fn, value = nodes[site.name]["fn"], nodes[site.name]["value"]
             leave_out = isinstance(fn, ClientMixture) and own
             log_prob = fn.left_out(value) if leave_out else fn.log_prob(value)

@@ -55,7 +55,8 @@ def write_report(
         path: the file.
         title: the heading; by default the model's name.
         effects: what :mod:`bayesfed.effects` returned, to be shown as tables and forest plots.
-        num_samples: number of draws; fewer if there are more than 50,000 rows.
+        num_samples: number of draws; fewer, but at least 100, where rows times draws would be more than 50 million.
+            Clients are left out in turn in fits of at most 40 clients and 20,000 rows.
         khat: Pareto k-hat of q.
         caveat: a warning about q.
 

@@ -69,7 +69,7 @@ class Stein(Rule):
         lam: λ of the server's bound; by default so large that τ = 1: the hierarchical Bayesian posterior.
         beta: β of the bound, by default the clients' mean number of rows.
         new_data_clients: n₂, how many clients will get more rows; by default all.
-        upsilon: υ.
+        upsilon: υ in the temperature τ, a small positive number.
         flat: leave the hyper-prior out.
     """
 

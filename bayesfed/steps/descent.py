@@ -47,11 +47,11 @@ class Descent(Steps):
     Attributes:
         moves: ``"globals"``, θ; ``"body"``, those of θ that the likelihood reads; ``"locals"``, w_i; or ``"all"``, w_i
             and the body together.
-        lr: η.
+        lr: η, the rate of the steps.
         epochs: passes over a client's rows in a round.
         steps: steps in minibatches, in place of ``epochs``.
         optimizer: ``"sgd"``, ``"momentum"`` or ``"adam"``; its state ends with the round.
-        proximal: μ.
+        proximal: μ, the weight of the squared distance from θ as it was sent, or of w_i from θ.
         at_prior: evaluate the loss with w_i at the centre of its prior, though clients have variables of their own.
         steepest: the largest slope in one number; beyond it a step may leave the region in which the gradient holds. By
             default no limit; FedAvg, its variants and Ditto's common network have 100, which is not in their papers.

@@ -58,7 +58,7 @@ class LocalVariational(Steps):
     """Steps of stateful clients with Adam on φ_i.
 
     Attributes:
-        local_lr: Adam's rate.
+        local_lr: Adam's rate for the clients' parameters.
     """
 
     local_lr: float
@@ -151,7 +151,7 @@ class GradientsAtDraws(LocalVariational):
         steps: Adam steps in a round; the gradients are those of the second half, when φ_i has caught up with θ.
         draws: S, draws in a step. Of many rows the server makes half as many until a step has turned back,
             and it makes more where the curvature in all directions needs them.
-        local_lr: Adam's rate.
+        local_lr: Adam's rate for the clients' parameters.
     """
 
     steps: int = 10

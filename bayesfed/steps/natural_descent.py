@@ -66,7 +66,7 @@ class NaturalDescent:
         moves: ``"locals"``, q(w_i | φ), or ``"globals"``, θ_i.
         lr: η of q, or η' of the locations and log scales of Normal local priors.
         shared_lr: η' of all other θ.
-        kl_weight: λ.
+        kl_weight: λ, the weight of the KL divergence from the prior.
         draws: s, draws of w in a step.
         natural: natural gradients; otherwise plain ones, as in the paper.
         epochs: R, passes over a client's rows in a round.

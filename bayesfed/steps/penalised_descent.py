@@ -39,8 +39,8 @@ class PenalisedDescent(Steps):
     """Steps on θ_i under the penalty that the rule prepares, with clients at the centres of their priors.
 
     Attributes:
-        lam: λ.
-        lr: η.
+        lam: λ, the weight of the penalty.
+        lr: η, the rate of the steps.
         epochs: passes over a client's rows in a round.
         steps: steps in minibatches, in place of ``epochs``.
     """

@@ -52,9 +52,9 @@ class ThroughSteps(Steps):
     """Gradient steps on θ_i through steps on point estimates of w_i; each reads a minibatch of its own (Per-FedAvg).
 
     Attributes:
-        inner_lr: α.
-        inner_steps: S.
-        lr: β.
+        inner_lr: α, the rate of a client's own steps.
+        inner_steps: S, their number.
+        lr: β, the rate of the steps on θ_i.
         second_order: the gradient in θ_i goes through the S steps; otherwise their gradients count as constants.
         epochs: passes over a client's rows in a round, in steps on θ_i.
         steps: steps on θ_i, in place of ``epochs``.
@@ -158,12 +158,12 @@ class ThroughSteps(Steps):
 class ThroughContext(Steps):
     """The same with a variable that an encoder makes from the client's rows, and rows to evaluate on (CAFeMe).
 
-    The runner's ``batch_size`` has no part in this: ``support_rows`` says how many rows an inner step reads.
+    ``batch_size`` of :func:`bayesfed.fit` has no effect here: ``support_rows`` says how many rows an inner step reads.
 
     Attributes:
-        inner_lr: α.
-        inner_steps: S.
-        lr: β.
+        inner_lr: α, the rate of a client's own steps.
+        inner_steps: S, their number.
+        lr: β, the rate of the steps on θ_i.
         optimizer: of the steps on θ_i: ``"sgd"``, ``"momentum"`` or ``"adam"``; its state ends with the round.
         second_order: as for :class:`ThroughSteps`.
         personal_fraction: share of a client's rows in D_pers, between 0 and 1; the split is drawn once a round.

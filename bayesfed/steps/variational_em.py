@@ -68,7 +68,7 @@ class VariationalEM(Steps):
             :class:`~bayesfed.steps.NaturalDescent` at 0.7 of Newton's rate, with the points of a cubature rule for
             draws, whatever ``lr``, ``epochs`` and ``draws``. None: natural where a client has at most 8 variables and
             no ρ_i; else Adam.
-        kl_weight: λ.
+        kl_weight: λ, the weight of the KL divergence from the prior.
         draws: draws of w_i in a step.
     """
 

@@ -63,7 +63,10 @@ def main() -> None:
         for numbers in given.numbers
         for count in given.sites
     }
-    columns = "numbers | institutions | an institution masks, ms | the server sums, ms | plain sum, ms | an institution sends, kB | plain, kB"
+    columns = (
+        "numbers | institutions | an institution masks, ms | the server sums, ms | plain sum, ms "
+        "| an institution sends, kB | plain, kB"
+    )
     runner.table(columns, rows, measure, given)
 
 

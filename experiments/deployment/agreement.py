@@ -96,9 +96,7 @@ def measure(case: str) -> list[str]:
 
 
 def main() -> None:
-    columns = (
-        "fit | rounds | global | clients' own | global, other chunks | ELBO | seconds, institutions / here"
-    )
+    columns = "fit | rounds | global | clients' own | global, other chunks | ELBO | seconds, institutions / here"
     runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 
 

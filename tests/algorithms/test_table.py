@@ -90,6 +90,16 @@ def test_signatures(name):
     assert method.__name__ == name
 
 
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_help_says_what_each_setting_means(name):
+    method = METHODS[name]
+    lines = method.__doc__.splitlines()
+    for key in SIGNATURES[name].split():
+        assert any(
+            line.startswith(f"- ``{key}``: ") and len(line) > len(key) + 12 for line in lines
+        )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_make_an_algorithm_that_fits(name):
     algorithm = METHODS[name]()

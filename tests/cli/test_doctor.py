@@ -26,7 +26,7 @@ def broken(monkeypatch):
 def test_rows(broken, capsys):
     rows = dict(doctor.findings())
     assert rows["torch"] == torch.__version__
-    said = "does not work, so steps are traced only: RuntimeError: No working C++ compiler found"
+    said = "does not work, so that no step is compiled: RuntimeError: No working C++ compiler found"
     assert rows["compiler"] == said
     assert rows["GPU"].startswith("none: ") or "GB free" in rows["GPU"]
     assert cli.main(["doctor"]) == 0

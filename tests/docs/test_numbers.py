@@ -232,8 +232,8 @@ def _kills():
 
 @claim(
     "deployment_faults.md",
-    "(SFVI {} sd from the run without, stale updates {}; PVI, which has not converged after 40 rounds in either run, "
-    "{} and {})",
+    "SFVI ends {} standard deviations from the run in which none is missing, with stale updates {}; PVI, which has not "
+    "converged after 40 rounds in either run, {} and {}.",
 )
 def _stale():
     rows = {row["algorithm"][0]: row for row in table("deployment/unlucky")}
@@ -250,7 +250,8 @@ def _lengths():
 @claim(
     "deployment_by_post.md",
     "By default the fits of `experiments/deployment/letters.md` needed {} to {} letters, of which {} to {} were for "
-    "importance weights; five rounds without these need {}.",
+    "importance weights. Where letters must be few, give a number of rounds and `corrected = false` under "
+    "`[algorithm]`: five rounds need {} letters.",
 )
 def _letters():
     rows = {row["fit"][0]: row for row in table("deployment/letters")}

@@ -138,6 +138,10 @@ def test_other_data_are_refused():
     one, two = (bf.fit(models.eight_schools, data, rounds=2) for data in (schools, other))
     with pytest.raises(ValueError, match="client 'D' has other outcomes"):
         bf.compare({"one": one, "two": two})
+    with pytest.raises(ValueError, match="client 'D' has other outcomes"):
+        bf.compare({"one": one, "two": two}, "client")
+    with pytest.raises(ValueError, match="unit is 'rows'; it must be 'observation' or 'client'"):
+        bf.compare({"one": one}, "rows")
     with pytest.raises(ValueError, match="'one' and 'few' have other clients"):
         bf.compare({"one": one, "few": one.select(["A", "B"])})
     point = bf.fit(models.eight_schools, schools, bf.FedAvg(), rounds=1)

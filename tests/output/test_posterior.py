@@ -145,6 +145,14 @@ def test_log_likelihood_is_that_of_the_draws(fitted):
     torch.testing.assert_close(found, dist.Normal(alpha, 0.5).log_prob(some["y"]))
 
 
+def test_rows_without_outcomes_have_no_log_likelihood(fitted):
+    """Not that of outcomes that are drawn in their place."""
+    asked = bf.Federation.from_arrays({fitted.federation.names[0]: {"age": [1.0, 2.0]}})
+    assert fitted.predict(asked, 3)["y"].shape == (3, 2)
+    with pytest.raises(ValueError, match="the rows have no outcomes of site 'y': give the field"):
+        fitted.log_likelihood(asked, 3)
+
+
 @pytest.mark.parametrize("method", ["predict", "log_likelihood"])
 def test_unknown_clients_are_sent_to_personalize(fitted, data, method):
     _, new = data.hold_out(data.names[-1])

@@ -1,10 +1,10 @@
 """The stopping rule of a run that ends when q(θ) has converged: full learning rates until then, then a cool-down.
 
 A place of q(θ) is its means and log standard deviations, unconstrained; lengths are in standard deviations of q. A
-round's move, divided by the fraction of the way to its target that the round went (:meth:`Algorithm.pace`), is a full
-step, and the mean of the full steps is the distance that is left, apart from noise. q(θ) has converged at a learning
-rate when, over a third of the rounds so far and since the oldest of the clients' last visits (every client must have
-been seen),
+round's move, divided by the fraction of the way to its target that the round went (:meth:`Algorithm.progress`), is a
+full step, and the mean of the full steps is the distance that is left, apart from noise. q(θ) has converged at a
+learning rate when, over a third of the rounds so far and since the oldest of the clients' last visits (every client
+must have been seen),
 
     the mean full step, less its own noise, is short (:data:`STEP`), the noise of where full steps lead is small
     (:data:`NOISE`), all moves together are short (:data:`MOVE`), so that a slow drift is not taken for convergence, and
