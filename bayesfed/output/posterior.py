@@ -47,8 +47,8 @@ class Posterior(Fitted):
         """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above its limit q is a poor approximation.
 
         The limit is min(0.7, 1 − 1 / log10 S) of S draws, 0.67 of the thousand of an uncorrected q. For a corrected
-        posterior it is that of the weights by which its draws were resampled. None if the draws are those of chains, if q(θ)
-        has no density, under privacy, or if the clients' rows are too many.
+        posterior it is that of the weights by which its draws were resampled. None if the draws are those of chains, if
+        q(θ) has no density, under privacy, or if the clients' rows are too many.
         """
         if self.correction is not None:
             return self.correction.khat
