@@ -100,6 +100,7 @@ class Method:
         **settings: str | tuple[str, ...] | Setting,
     ) -> None:
         self.name = self.__name__ = self.__qualname__ = name
+        self.summary = summary
         self.default = replace(algorithm, name=name)
         self.settings = {
             key: value
