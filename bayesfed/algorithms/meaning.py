@@ -13,7 +13,7 @@ def meanings(cls: type[object]) -> dict[str, str]:
         >>> from bayesfed.algorithms.meaning import meanings
         >>> from bayesfed.steps import GradientsAtDraws
         >>> meanings(GradientsAtDraws)["local_lr"]
-        "Adam's rate."
+        "Adam's rate for the clients' parameters."
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
