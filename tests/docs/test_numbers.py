@@ -147,6 +147,18 @@ def _posteriordb():
 
 
 @claim(
+    "formulas.md",
+    "models of these families means are within {} standard deviations of NUTS, and standard deviations are {} to {} "
+    "times those of NUTS: `experiments/families.md`",
+)
+def _families():
+    rows = table("families")
+    assert len(rows) == 11  # as the sentence says
+    shifts = numbers(rows, "globals: shift") + numbers(rows, "locals: shift")
+    return max(shifts), *ends(numbers(rows, "sd ratio") + numbers(rows, "sd ratio", 1))
+
+
+@claim(
     "calibration.md",
     "In {} replications of each of {} models 90 % intervals cover {} to {} % of true values by variable, "
     "and {} to {} % on average over a model's variables",
