@@ -153,7 +153,8 @@ def interpolate(
     Example:
         >>> import torch
         >>> from bayesfed.output.polynomials import interpolate
-        >>> z, computed = torch.randn(2000, 1, dtype=torch.float64), []
+        >>> generator, computed = torch.Generator().manual_seed(0), []
+        >>> z = torch.randn(2000, 1, dtype=torch.float64, generator=generator)
         >>> def sine(draws):
         ...     computed.extend(draws.tolist())
         ...     return z[draws, 0].sin()
