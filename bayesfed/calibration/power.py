@@ -186,8 +186,7 @@ def power(
         federation: the clients, as for :func:`bayesfed.calibrate`.
         claims: hypotheses such as ``"beta[0] > 0"``, which are shown if their posterior probability is at least
             ``prob``, and numbers such as ``"beta[0]"``, which are shown if their central interval of
-            probability ``prob`` excludes 0. See
-            :func:`bayesfed.effects.hypotheses`.
+            probability ``prob`` excludes 0. See :func:`bayesfed.effects.hypotheses`.
         algorithm: by default :class:`~bayesfed.SFVI`.
         at: global variable to its true value. A coefficient of a formula can be given if it has a prior of its own.
         prob: the probability that is needed.

@@ -228,9 +228,11 @@ def draw_clients(
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     if weights and has_modes(program):
         return draw_around_modes(program, given, count, own, keys, centre)
-    supplied = _guide_noise(program, keys, count, local=True, centre=centre)
-    if not centre and (fitted.laplace or fitted.resampled):
+    are_drawn = not centre and bool(fitted.laplace or fitted.resampled)
+    if are_drawn:
         given |= draw_guide_locals(fitted, given, count, chunk, key)
+    with_noise = weights or not are_drawn
+    supplied = _guide_noise(program, keys, count, local=True, centre=centre) if with_noise else {}
     guide = program.guide
     if LOCAL in given and has_block(program):
         guide = partial(guide.at_block, u=given[LOCAL])

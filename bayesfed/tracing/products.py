@@ -43,25 +43,19 @@ def sum_of_products(total: Operation, product: Operation | None) -> list[Operati
         return None
     if {one.form.dtype, other.form.dtype} != {form.dtype} or not is_dense(result.form):
         return None
-    dim, last = total.args[1][0] % len(form.shape), len(form.shape) - 1
-    if dim == last and total.args[2:] in ([], [False]):
-        number = form.shape[-1]
-        if {value.form.shape[-1:] for value in (one, other)} == {(number,)}:
-            found = _matrix_product(one, other, result) or _one_after_another(
-                one, other, result, number
-            )
-            if found:
-                return found
-    return _matrix_products(one, other, form.shape, dim, result)
+    dim, number = total.args[1][0] % len(form.shape), form.shape[-1]
+    of_last = dim == len(form.shape) - 1 and total.args[2:] in ([], [False])
+    found = None
+    if of_last and {value.form.shape[-1:] for value in (one, other)} == {(number,)}:
+        found = _matrix_product(one, other, result)
+        found = found or _one_after_another(one, other, result, number)
+    return found or _matrix_products(one, other, form.shape, dim, result)
 
 
 def _matrix_product(one: Value, constant: Value, result: Value) -> list[Operation] | None:
     """Return the matrix product, if the leading dimensions are those of one factor, and the others the constant's."""
     shape, number = result.form.shape, one.form.shape[-1]
-    ours, others = (
-        (1,) * (len(shape) + 1 - len(value.form.shape)) + tuple(value.form.shape[:-1])
-        for value in (one, constant)
-    )
+    ours, others = (_padded(value.form.shape[:-1], len(shape)) for value in (one, constant))
     split = next((i for i in range(len(shape) + 1) if set(ours[i:]) <= {1}), len(shape))
     if set(others[:split]) - {1} or not is_dense(one.form) or constant.constant is None:
         return None
@@ -91,10 +85,7 @@ def _matrix_products(
 
     None if the matrices are small.
     """
-    ours, others = (
-        (1,) * (len(shape) - len(value.form.shape)) + tuple(value.form.shape)
-        for value in (one, constant)
-    )
+    ours, others = (_padded(value.form.shape, len(shape)) for value in (one, constant))
     if ours[inner] != others[inner] or constant.constant is None:
         return None
     dims = [dim for dim in range(len(shape)) if dim != inner]
@@ -198,6 +189,11 @@ def _reordered(
         Operation(aten.clone.default, [turned], contiguous, [copy], True),
     ]
     return copy
+
+
+def _padded(shape: Sequence[int], length: int) -> tuple[int, ...]:
+    """Return a shape with as many dimensions of size one in front as it lacks."""
+    return (1,) * (length - len(shape)) + tuple(shape)
 
 
 def _constant(number: torch.Tensor, like: Value) -> Value:
