@@ -346,8 +346,8 @@ def fit(
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
-            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg, PVI, FedBE, or FOLA of at
-            most 50 globals, without privacy; or, by all clients with all rows, PACPFL or a point estimate of at most
+            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg, PVI, or FOLA of at most
+            50 globals, without privacy; or, by all clients with all rows, PACPFL, FedBE or a point estimate of at most
             50 globals, which takes quasi-Newton steps then (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with
             any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).

@@ -14,20 +14,20 @@ Hierarchies are compared with pooled NUTS on the same program, for all entries o
 shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations. A point
 estimate has no standard deviation: its cell says "point". What a point estimate converges to is not NUTS' mean. So
 "own" is the distance from the optimum of the algorithm's own objective, which own_optima.py computes without the
-package's algorithms, in the same unit: NUTS' standard deviations; it is empty where there is none (FedBE, whose
-distribution is not meant for hierarchies). It is of those variables that the algorithm moves towards an objective,
-where that has a finite optimum (FedAvg's clients are fine-tuned in a number of steps; under FedPer the log rate of a
-client whose counts are all 0 goes on falling). A distance beyond 1000 says "diverged". The model of `pyro.param` is
-compared with its maximum marginal likelihood and the clients' exact posteriors there, both in closed form. Networks and
-the Gaussian process are judged by test rows: accuracy % / NLL / calibration error of digits; root mean square error
-over the targets' standard deviation / NLL of polynomials.
+package's algorithms, in the same unit: NUTS' standard deviations. It is of those variables that the algorithm moves
+towards an objective, where that has a finite optimum (FedAvg's clients are fine-tuned in a number of steps; under
+FedPer the log rate of a client whose counts are all 0 goes on falling), and of the centre of FedBE's ensemble, whose
+spread is that of the clients' copies and no posterior's. A distance beyond 1000 says "diverged". The model of
+`pyro.param` is compared with its maximum marginal likelihood and the clients' exact posteriors there, both in closed
+form. Networks and the Gaussian process are judged by test rows: accuracy % / NLL / calibration error of digits; root
+mean square error over the targets' standard deviation / NLL of polynomials.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -171,19 +171,31 @@ def against_nuts(posterior: bf.Posterior, name: str, algorithm: str) -> list[str
     reference = nuts(slug, case.model(), case.data())
     if algorithm == "Pooled":  # its single client is none of the reference's
         reference = {name: value for name, value in reference.items() if name not in local}
-    found = against_own_optimum(case, posterior, draws, reference, local)
+    found = against_own_optimum(case, algorithm, posterior, draws, reference, local)
     return [_shown(cell) for cell in [*found, *cells(draws, reference, local)]]
 
 
+def at_centre(posterior: bf.Posterior) -> dict[str, Tensor]:
+    """Return draws of a Normal q(θ) that has no spread."""
+    scale = torch.full_like(posterior.params["global.log_scale"], -20.0)
+    return replace(posterior, params=posterior.params | {"global.log_scale": scale}).sample(2)
+
+
 def against_own_optimum(
-    case: Case, posterior: bf.Posterior, draws: Any, reference: Any, local: set[str]
+    case: Case,
+    algorithm: str,
+    posterior: bf.Posterior,
+    draws: Any,
+    reference: Any,
+    local: set[str],
 ) -> list[str]:
     """Return the distances of globals and of locals from the optimum of the algorithm's own objective."""
     from own_optima import hierarchy_of, own_optimum
 
     if posterior.correction is not None:
         return ["NUTS", "NUTS"]
-    fitted = {n: v.double().mean(0) for n, v in posterior.sample(MANY).items() if n in draws}
+    drawn = at_centre(posterior) if algorithm == "FedBE" else posterior.sample(MANY)
+    fitted = {n: v.double().mean(0) for n, v in drawn.items() if n in draws}
     torch.set_default_dtype(torch.float64)
     try:
         hierarchy = hierarchy_of(case.model(), case.data(), posterior)

@@ -17,6 +17,7 @@ number of rows, and v_i = 1 where the server weights clients by rows, n̄ / n_i 
     marginal      pFedGP: Σ log p(D_i | θ), w_i integrated out; FedPop: log p(θ) + Σ log p(D_i | θ)
     Laplace       FOLA: the mode of log p(θ) + Σ log p(D_i | θ), w_i integrated out by Laplace's method, and the
                   Hessian there
+                  FedBE: the same mode, beside the centre of its ensemble
     Gaussian      SFVIAvg: the Gaussian q(θ) of the largest ELBO where q(w_i | θ) is p(w_i | θ, D_i)
     posterior     SFVI and PVI, whose fits end with importance weights, and PACPFL, whose hyper-posterior with τ = 1 is
                   the posterior: NUTS
@@ -200,6 +201,8 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
             return (prior + marginal(theta[None])).sum()
 
         return _globals(hierarchy, maximum(evidence, start))
+    if name == "FedBE":
+        return _globals(hierarchy, laplace(hierarchy)[0])
     if name == "FOLA":
         mode, covariance = laplace(hierarchy)
         half = SobolEngine(hierarchy.size, scramble=True, seed=0).draw(4096, dtype=torch.float64)

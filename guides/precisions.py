@@ -41,8 +41,8 @@ def solve_root(root: Tensor, vector: Tensor, *, transposed: bool = False) -> Ten
     return solve_lower(root, vector[..., None], transposed=transposed).squeeze(-1)
 
 
-def inverse(precision: Tensor, more: float, *, matrix: bool) -> Tensor:
-    """(Λ + more · I)⁻¹."""
+def inverse(precision: Tensor, more: float | Tensor, *, matrix: bool) -> Tensor:
+    """(Λ + more · I)⁻¹; ``more`` may be a diagonal ``(D,)``."""
     if not matrix:
         return 1 / (precision + more)
     unit = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)

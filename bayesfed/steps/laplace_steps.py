@@ -33,7 +33,7 @@ from bayesfed.guides.locals import Integrated, Locals
 from bayesfed.guides.precisions import inverse, times
 from bayesfed.settings import Rate
 from bayesfed.steps.curvature import Loss, layered, slopes
-from bayesfed.steps.job import Job, Work
+from bayesfed.steps.job import SINGLE, Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client, uphill
 from bayesfed.steps.optimizer import where_active
@@ -104,6 +104,10 @@ class LaplaceSteps(Steps):
         guide = program.guide
         return self.fisher or ("hessian" if guide.small or _dependent(program) else "per-sample")
 
+    def gradient_of(self, program: Program) -> list[str] | None:
+        """Return all of θ, whose gradient is given beside the modes where there is no F̄."""
+        return ["global.loc"] if self.fisher == "none" else None
+
     def reads_single_rows(self, program: Program) -> bool:
         """Return whether F̄ is the mean of squared gradients of rows, or of minibatches."""
         return self.kind(program) in ROWS
@@ -112,13 +116,26 @@ class LaplaceSteps(Steps):
         """Return the modes ``(K, D)``, the curvatures ``(K, D)`` or ``(K, D, D)``, and the log likelihoods."""
         loss, first = _loss(job.program.guide), job.rows(0)
         theta, curvature = self.mode_and_curvature(job, job.given["prior"])
+        mode = {"theta": theta}
+        if SINGLE in job.message:
+            mode["gradient"] = self.slope(job, job.given["prior"])
         with torch.no_grad():
             terms = -job.counts * loss(theta, first)
-            if self.fisher == "none":  # plain steps, which may be too long
-                before = loss(job.message["gaussian"]["loc"].expand(len(job), -1), first)
-                rose = uphill(before, -terms / job.counts, job.counts)
-                return Work({"mode": {"theta": theta}}, terms.masked_fill(rose, -torch.inf))
-        return Work({"mode": {"theta": theta}, "curvature": {"theta": curvature}}, terms)
+            if self.fisher != "none":
+                return Work({"mode": mode, "curvature": {"theta": curvature}}, terms)
+            before = loss(self.start(job), first)  # plain steps may be too long
+            rose = uphill(before, -terms / job.counts, job.counts)
+            return Work({"mode": mode}, terms.masked_fill(rose, -torch.inf))
+
+    def start(self, job: Job) -> Tensor:
+        """Return μ_S for K clients, ``(K, D)``."""
+        return job.message["gaussian"]["loc"].expand(len(job), -1)
+
+    def slope(self, job: Job, prior: Params) -> Tensor:
+        """Return −∇J_i at μ_S, on all of a client's rows, ``(K, D)``."""
+        theta, loss = self.start(job), _loss(job.program.guide)
+        grad = slopes(loss, theta, job.rows(None), None)[0]
+        return -grad - times(prior["precision"], theta - prior["loc"])
 
     def mode_and_curvature(self, job: Job, prior: Params) -> tuple[Tensor, Tensor]:
         """Return θ_i ``(K, D)`` and F̄_i from μ_S with a prior of that ``loc`` and ``precision`` ``(K, ...)``."""
@@ -128,12 +145,13 @@ class LaplaceSteps(Steps):
         newton = self.lr is None and guide.small and kind == "hessian"
         if guide.layered and not full:
             kind = "layers"
-        start = job.message["gaussian"]["loc"].expand(len(job), -1)
+        start = self.start(job)
         if newton:
             theta = guide.minimum(start, prior["loc"], strength, job.rows(None))
         else:
             lr = job.rate * (LR if self.lr is None else self.lr)
-            prior = prior | {"step": inverse(strength, 1 / lr, matrix=strength.ndim == 3)}
+            slowness = 1 / lr / prior["unit"].square() if "unit" in prior else 1 / lr
+            prior = prior | {"step": inverse(strength, slowness, matrix=strength.ndim == 3)}
             schedule = job.rows.schedule(self.epochs, self.steps)
             shape = (len(job), *[start.shape[1]] * (2 if full else 1))
             fisher = start.new_zeros(shape if online else (len(job), 1))

@@ -143,20 +143,22 @@ def descend(
         >>> optimizer.descend("sgd", state, {"w": torch.ones(2)}, 0.25, active)["params"]["w"].tolist()
         [0.75, 1.0]
     """
-    params = state["params"]
+    params, units = state["params"], units or {}
+    # a step in units is taken from 0: beside a large value it would be rounded before it is multiplied by its unit
+    base = {n: torch.zeros_like(v) if n in units else v for n, v in params.items()}
     new: State
     if rule == "adam":
-        new = ascend(state, {name: -grad for name, grad in grads.items()}, lr)
+        new = ascend(state | {"params": base}, {name: -grad for name, grad in grads.items()}, lr)
     else:
         velocity = {name: grads[name] for name in params}
         if rule == "momentum":
             velocity = {n: MOMENTUM * state["velocity"][n] + v for n, v in velocity.items()}
-        new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
+        new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in base.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
-    for name, unit in (units or {}).items():
+    for name, unit in units.items():
         if name in params:
-            new["params"][name] = params[name] + unit * (new["params"][name] - params[name])
+            new["params"][name] = params[name] + unit * new["params"][name]
     return {part: where_active(state[part], tensors, active) for part, tensors in new.items()}
 
 

@@ -30,15 +30,12 @@ def data():
     return bf.Federation.from_arrays(found)
 
 
-def by_hand(federation):
-    """Return μ_S and the diagonal of Σ_S after the rounds; the slope's prior is N(1, 1)."""
+def by_hand(federation, start=(0.0, 1.0), rounds=ROUNDS):
+    """Return μ_S and the diagonal of Σ_S after the rounds; the priors are N(0, 2²) and, of the slope, N(1, 1)."""
     n = len(federation.owner)
-    theta, precision, centre = (
-        np.array([0.0, 1.0]),
-        np.array([1 / 4, 1.0]) / n,
-        np.array([0.0, 1.0]),
-    )
-    for _ in range(ROUNDS):
+    unit, theta, centre = np.array([2.0, 1.0]), np.array(start), np.array([0.0, 1.0])
+    precision = unit**-2 / n
+    for _ in range(rounds):
         ends, weights = [], []
         for name in federation.names:
             own = federation.select([name])
@@ -46,7 +43,7 @@ def by_hand(federation):
             at = theta
             for _ in range(EPOCHS):
                 slope = -x.T @ (own["y"].double().numpy() - x @ at) / 0.64 / len(x)
-                at = at - (slope + precision * (at - centre)) / (1 / LR + precision)
+                at = at - (slope + precision * (at - centre)) / (1 / (LR * unit**2) + precision)
             ends.append(at)
             weights.append(len(x) / n)
         theta = np.average(ends, axis=0, weights=weights)
@@ -62,6 +59,23 @@ def test_q_has_the_mean_and_the_variance_of_the_uploads(float64):
     scale = posterior.params["global.log_scale"].exp()
     np.testing.assert_allclose(posterior.params["global.loc"], loc, rtol=1e-8)
     np.testing.assert_allclose(scale.square(), variance, rtol=1e-8)
+
+
+def test_without_a_number_of_rounds_the_centre_is_the_mode_and_the_spread_that_of_steps_from_there(
+    float64,
+):
+    """Of a linear model the mode is the solution of normal equations."""
+    federation = data()
+    posterior = bf.fit(line, federation, bf.FedBE(lr=LR, local_epochs=EPOCHS), execution=EAGER)
+    assert posterior.converged
+    x = np.stack([np.ones(len(federation["x"])), federation["x"].numpy()], 1)
+    pull = np.diag([1 / 4, 1.0])
+    left, right = x.T @ x / 0.64 + pull, x.T @ federation["y"].numpy() / 0.64 + pull @ [0.0, 1.0]
+    mode = np.linalg.solve(left, right)
+    np.testing.assert_allclose(posterior.params["global.loc"], mode, atol=1e-4)
+    _, variance = by_hand(federation, mode, rounds=1)
+    scale = posterior.params["global.log_scale"].exp()
+    np.testing.assert_allclose(scale.square(), variance, rtol=1e-3)
 
 
 def test_predictions_are_means_over_the_ensemble():

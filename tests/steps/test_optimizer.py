@@ -139,6 +139,17 @@ def test_descent_is_torchs(rule):
     assert not torch.equal(after["params"]["a"][0], state["params"]["a"][0])
 
 
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+def test_short_steps_beside_a_large_value_are_not_rounded_in_its_unit(rule):
+    """A step of 10^-4 units of 3000, from 17,000: beside 17,000 it would have been rounded to 0 or to 6."""
+    state = optimizer.begin(rule, {"w": torch.tensor([17_000.0])}, rows=1)
+    units = {"w": torch.tensor([3_000.0])}
+    grads = {"w": torch.full_like(state["params"]["w"], 1e-3)}
+    lr = 1e-4 if rule == "adam" else 0.1
+    new = optimizer.descend(rule, state, grads, lr, units=units)["params"]["w"]
+    assert new.item() == pytest.approx(17_000 - 0.3, abs=0.003)
+
+
 def test_long_gradients_are_shortened_client_by_client():
     """To a root mean square of 1 over all of a client's numbers; others stay as they are, as do directions."""
     generator = torch.Generator().manual_seed(0)
