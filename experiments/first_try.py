@@ -10,8 +10,7 @@ the pooled data (the same function, see pooled_nuts.py): the largest shift of a 
 deviations, and the range of the ratios of standard deviations, over all entries of global and of local variables. The
 scales of a horseshoe have the tails of a Cauchy, hence neither mean nor standard deviation: the figures of that row
 mean little. The `size` of baseball has a long tail, of which NUTS misses a part: its standard deviation is 150 by an
-integral on a grid (tests/output/test_correction.py), 129 of NUTS' draws. So has `between` of dyes: 0.248 by an
-integral (tests/test_references.py), 0.221 of NUTS' draws. k is Pareto's.
+integral on a grid (tests/output/test_correction.py), 129 of NUTS' draws. k is Pareto's.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_eight_schools_against_an_integral_on_a_grid(pooled_nuts):
 
 
 def test_variance_components_of_six_clients_against_an_integral_on_a_grid(pooled_nuts):
-    """NUTS' draws of the spread between the batches have 0.89 of its standard deviation."""
+    """NUTS' draws of the spread between the batches, whose tail is long, have 0.97 of its standard deviation."""
     program, data = importlib.import_module("first_tries").PROGRAMS["dyes"]
     federation = data()
     y = federation["y"].double().reshape(6, 5)
@@ -75,7 +75,7 @@ def test_variance_components_of_six_clients_against_an_integral_on_a_grid(pooled
         if name == "between":
             assert abs(sd - 0.248) < 0.0005
             reference = pooled_nuts.nuts("first_try_dyes", program, federation)[name]
-            assert abs(reference.sd[0] - 0.221) < 0.0005
+            assert abs(reference.sd[0] / sd - 1) < 0.06
 
 
 def test_other_data_need_other_chains(pooled_nuts, capsys):
