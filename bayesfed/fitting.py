@@ -41,6 +41,7 @@ from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
+from bayesfed.guides.globals import Point
 from bayesfed.output.correction import correct
 from bayesfed.output.effort import FEWEST, Probed, draws_of_q, probe, probed_effort
 from bayesfed.output.locals_of_run import (
@@ -199,9 +200,12 @@ def _stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
     if rule is None and isinstance(server, dict) and "newton" in server:
         rule = Arrival(NATS + NATS_PER_ROW * program.rows)
     if rule is None:
+        points = not program.random and not isinstance(algorithm.globals, Point)
+        suits = points and program.locals and size == program.clients
+        other = ", or take PFedVEM, which stops by itself" if suits else ""
         raise ValueError(
             f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "
-            "converged: give a number of rounds, or held_out, rows that end the run"
+            f"converged: give a number of rounds, or held_out, rows that end the run{other}"
         )
     return rule
 

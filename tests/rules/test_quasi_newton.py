@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -88,6 +90,22 @@ def test_a_number_of_rounds_cohorts_and_minibatches_have_no_such_steps():
         assert "newton" not in bf.start(falls, wards(), bf.FedAvg(), **options).server
     with pytest.raises(ValueError, match="rounds: FedAvg has no"):
         bf.fit(falls, wards(), bf.FedAvg(), clients_per_round=0.5)
+
+
+def test_a_distribution_of_globals_that_are_points_says_who_needs_no_number_of_rounds():
+    def program(federation):
+        mu = pyro.param("mu", torch.tensor(0.0))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+    data = bf.Federation.from_arrays({"a": {"y": [1.0, 2.0]}, "b": {"y": [4.0, 5.0]}})
+    with pytest.raises(ValueError, match="rounds: SFVI has no.* or take PFedVEM, which stops by"):
+        bf.fit(program, data)
+    posterior = bf.fit(program, data, bf.PFedVEM())
+    assert posterior.converged
+    assert float(posterior.params["mu"]) == pytest.approx(3.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "PFedMAP"])
