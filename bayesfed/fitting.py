@@ -19,10 +19,10 @@ from bayesfed.checks.sufficient import with_sufficient_rows
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.moments import is_of_moments
-from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.cohort import cohort_size
+from bayesfed.engine.ending import stopping_rule
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.interrupts import delayed_interrupts
 from bayesfed.engine.plan import Plan
@@ -34,14 +34,9 @@ from bayesfed.engine.rounds import answer, ask, update
 from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.engine.run_file import HISTORY, RunFile
 from bayesfed.engine.states import States
-from bayesfed.engine.stopping.arrival import Arrival
-from bayesfed.engine.stopping.convergence import convergence
-from bayesfed.engine.stopping.drift import NATS, NATS_PER_ROW, caveat, warn_if_moving
-from bayesfed.engine.stopping.fixed_rounds import FixedRounds
+from bayesfed.engine.stopping.drift import caveat, warn_if_moving
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
-from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
-from bayesfed.guides.globals import Point
 from bayesfed.output.correction import correct
 from bayesfed.output.effort import FEWEST, Probed, draws_of_q, probe, probed_effort
 from bayesfed.output.locals_of_run import (
@@ -52,7 +47,7 @@ from bayesfed.output.locals_of_run import (
 )
 from bayesfed.output.posterior import Posterior
 from bayesfed.output.sums_over_points import with_moments
-from bayesfed.rules.rule import Robust, Turn
+from bayesfed.rules.rule import Robust
 from bayesfed.steps.noise_of_weights import NEAR_ALONE
 from bayesfed.tracing.compiler import Compiler
 
@@ -152,7 +147,7 @@ def prepare_run(
     clients = len(federation)
     server = plan.algorithm.start(program, plan.whole(program.clients))
     if plan.held_out is None:
-        stopping = _stopping_rule(plan, program, server)
+        stopping = stopping_rule(plan, program, server)
     else:
         check_clients(federation, plan.held_out)
         rows = plan.held_out.to(federation.device)
@@ -182,32 +177,6 @@ def prepare_run(
         run.file = RunFile(Path(resume), run.description, program, federation)
     initialise(run)
     return run
-
-
-def _stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
-    """The stopping rule of a plan without held-out rows.
-
-    Raises:
-        ValueError: the algorithm needs a number of rounds here.
-    """
-    algorithm, size = plan.algorithm, cohort_size(plan.clients_per_round, program.clients)
-    if plan.rounds is not None:
-        return FixedRounds(program, plan.rounds, algorithm.lr_decay)
-    rule: Stopping | None = None
-    if algorithm.progress(Turn(program, noise.key(0), size), server) is not None:
-        share = size / program.clients
-        rule = convergence(algorithm, program, algorithm.params(server), share)
-    if rule is None and isinstance(server, dict) and "newton" in server:
-        rule = Arrival(NATS + NATS_PER_ROW * program.rows)
-    if rule is None:
-        points = not program.random and not isinstance(algorithm.globals, Point)
-        suits = points and program.locals and size == program.clients
-        other = ", or take PFedVEM, which stops by itself" if suits else ""
-        raise ValueError(
-            f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "
-            f"converged: give a number of rounds, or held_out, rows that end the run{other}"
-        )
-    return rule
 
 
 @on_cpu()
