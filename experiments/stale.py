@@ -3,7 +3,8 @@
     python experiments/stale.py
 
 Of every table: the oldest commit that its lines "Made by" name, how many commits have changed the package (bayesfed,
-models, guides) or the scripts beside the table since then, and how many of its rows are older still. A table is
+models, guides), its script or what that imports of the repository since then, and how many of its rows are older still.
+A table is
 
     current         no commit since has changed them
     older           some have
@@ -13,9 +14,11 @@ models, guides) or the scripts beside the table since then, and how many of its 
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,11 +37,42 @@ def commits(text: str) -> list[str]:
     return re.findall(r"(?:commits?|and) ([0-9a-f]{7,40}(?:-dirty)?)\b", heads)
 
 
-def changes(root: Path, commit: str, table: Path) -> int | None:
+def scripts(root: Path, text: str) -> set[Path]:
+    """Return the script that a table names, and what that imports of the repository outside the package."""
+    named = re.search(r"Made by `python (experiments/\S+\.py)", text)
+    waiting, found = [root / named[1]] if named else [], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path.exists():
+            found.add(path)
+            waiting += imported(root, path)
+    return found
+
+
+@cache
+def imported(root: Path, path: Path) -> list[Path]:
+    """Return the files of experiments and tests that a script may import, beside it or from ``experiments``."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update({node.module, *(f"{node.module}.{each.name}" for each in node.names)})
+    places = [path.parent, root / "experiments", root]
+    files = [place / name.replace(".", "/") for place in places for name in names]
+    return [
+        file
+        for stem in files
+        for file in (stem.with_suffix(".py"), stem / "__init__.py")
+        if file.is_relative_to(root / "experiments") or file.is_relative_to(root / "tests")
+    ]
+
+
+def changes(root: Path, commit: str, text: str) -> int | None:
     """Return how many commits since one have changed the code of a table, or None if git has no such commit."""
-    scripts = (table.parent / "*.py").relative_to(root).as_posix()
+    used = [path.relative_to(root).as_posix() for path in sorted(scripts(root, text))]
     done = subprocess.run(
-        ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *CODE, scripts],
+        ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *CODE, *used],
         cwd=root,
         capture_output=True,
         text=True,
@@ -51,7 +85,7 @@ def states(root: Path) -> Iterator[tuple[str, str, str]]:
     for path in tables(root):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
         named = commits(text)
-        since = {each: changes(root, each.removesuffix("-dirty"), path) for each in named}
+        since = {each: changes(root, each.removesuffix("-dirty"), text) for each in named}
         counted = {each: count for each, count in since.items() if count is not None}
         if not counted:
             yield name, "without header", f"names {', '.join(named)}, not here" if named else ""

@@ -33,8 +33,9 @@ from bayesfed.guides.mean_field import MeanField
 from bayesfed.guides.particles import from_prior
 from bayesfed.settings import Times
 
-FULL_RANK_UP_TO = 100
-"""The largest number of global dimensions for which :class:`Gaussian` means full rank.
+FULL_RANK_UP_TO, MANY_WEIGHTS = 100, 1000
+"""The largest number of global dimensions for which :class:`Gaussian` means full rank, and the number beyond which they
+are taken for weights of a network in a warning.
 
 Clients keep and send D × D numbers, and a round has 2 D draws: with correlated columns ten rounds have the posterior of
 100 coefficients, and of 200, which take eight times as long.
@@ -301,10 +302,13 @@ class Conditioned(Locals):
 def _chosen(size: int) -> FullRank | MeanField:
     if size <= FULL_RANK_UP_TO:
         return FullRank()
+    network = "; for the weights of a network take FedAvg, FedABML or PFedVEM, which predict better"
     warnings.warn(
         f"the {size} global dimensions are taken to be independent (mean-field): where they are correlated their "
         "standard deviations come out too small. global_guide=FullRank() has the correlations, for "
-        f"{size} × {plural(size, 'number')} a client; global_guide=MeanField() chooses this one",
+        f"{size} × {plural(size, 'number')} a client; global_guide=MeanField() chooses this one"
+        + network
+        * (size > MANY_WEIGHTS),
         stacklevel=5,
     )
     return MeanField()

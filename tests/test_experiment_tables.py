@@ -104,6 +104,21 @@ def test_a_table_is_as_old_as_its_code(project):
     assert state(folder) == ("older", f"{made}, changes since: 2")
 
 
+def test_a_table_depends_on_what_its_script_imports(project):
+    folder, commit = project
+    commit("bayesfed/fit.py", "1")
+    commit("tests/data.py", "x = 1")
+    commit("experiments/shared.py", "from tests.data import x")
+    made = commit("experiments/few/a.py", "def run():\n    import shared")
+    header = f"Made by `python experiments/few/a.py`, 2026-01-01, commit {made}, bayesfed 0.1.0."
+    commit("experiments/few/a.md", header)
+    commit("experiments/few/b.py", "1")
+    assert state(folder) == ("current", f"{made}, changes since: 0")
+    commit("experiments/shared.py", "from tests.data import x  # changed")
+    commit("tests/data.py", "x = 2")
+    assert state(folder) == ("older", f"{made}, changes since: 2")
+
+
 def test_the_oldest_commit_counts(project):
     folder, commit = project
     first = commit("bayesfed/fit.py", "1")

@@ -217,7 +217,7 @@ def count_letters(plan: DeploymentPlan, *, waits: bool = True) -> str:
     )
     after = []
     if plan.algorithm.corrected and not plan.noisy:
-        after.append(f"up to {times * _PROPOSALS} for importance weights")
+        after.append(f"most often 2 to {times * _PROPOSALS} for importance weights")
     sums = [("effects", len(plan.effects)), ("leave-one-out", int(plan.leave_one_out is not None))]
     asked = [(name, count) for name, count in sums if count]
     if plan.secure:

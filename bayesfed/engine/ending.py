@@ -12,6 +12,7 @@ from bayesfed.engine.stopping.drift import NATS, NATS_PER_ROW
 from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.guides.globals import Point
+from bayesfed.rules.quasi_newton import MOST
 from bayesfed.rules.rule import Turn
 
 
@@ -32,7 +33,8 @@ def stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
         rule = Arrival(NATS + NATS_PER_ROW * program.rows)
     if rule is None:
         points = not program.random and not isinstance(algorithm.globals, Point)
-        suits = points and program.locals and size == program.clients
+        few = sum(value.numel() for value in program.init.values()) <= MOST
+        suits = points and few and program.locals and size == program.clients
         other = ", or take PFedVEM, which stops by itself" if suits else ""
         raise ValueError(
             f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "

@@ -171,7 +171,7 @@ def test_what_is_missing_is_named(folder, capsys):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("corrected = true", "1 to begin, 1 for 1 round, up to 9 for importance weights"),
+        ("corrected = true", "1 to begin, 1 for 1 round, most often 2 to 9 for importance weights"),
         (
             "corrected = false\n[[effects]]\nvariables = { x = 1.0 }",
             "1 to begin, 1 for 1 round, 1 for effects",

@@ -298,3 +298,13 @@ def test_an_output_that_is_no_tensor_is_refused():
 
     with pytest.raises(TypeError, match="the network Two returns a tuple"):
         apply(Two(3, 2), torch.zeros(5, 1, 8), torch.ones(5, 7, 3))
+
+
+def test_a_normal_over_many_weights_says_what_predicts_better():
+    data = bf.Federation.from_arrays({"a": {"x": torch.zeros(2, 64), "y": [0, 1]}})
+    for units, better in ((20, True), (2, False)):
+        model = Network(models.mlp(64, units, 2), hyper_scale=0.3)
+        with pytest.warns(UserWarning, match="taken to be independent") as said:
+            bf.start(model, data, bf.SFVI(), rounds=1)
+        (text,) = (str(w.message) for w in said if "independent" in str(w.message))
+        assert ("take FedAvg, FedABML or PFedVEM" in text) == better
