@@ -15,6 +15,7 @@ sys.modules["mnist_data"] = recipes  # dataclasses look their module up
 SPEC.loader.exec_module(recipes)
 
 RECIPES = ["few_images", "small_shards", "concept_drift", "new_clients", "extreme_skew"]
+RECIPES += ["dirichlet_03", "dirichlet_1", "balanced_test"]
 TRAIN, TEST = 251, 252
 
 
@@ -113,6 +114,24 @@ def test_few_images_and_small_shards(data, name, digits, train, held):
         for client, count in counts(other).items():
             assert (count == np.where(own[client] > 0, held, 0)).all()
     assert len({tuple(c) for c in own.values()}) > 20
+
+
+@pytest.mark.parametrize(("name", "alpha"), [("dirichlet_03", 0.3), ("dirichlet_1", 1.0)])
+def test_shares_of_digits(data, name, alpha):
+    """Of Dirichlet(α) shares p_k the expectation of Σ p_k² is (α + 1) / (10 α + 1)."""
+    task = getattr(recipes, name)(data, seed=2)
+    held = np.stack(list(counts(task.test).values()))
+    assert (held.sum(1) == 100).all()
+    assert all(found.sum() == 20 for found in counts(task.train).values())
+    pairs = (held * (held - 1)).sum(1) / (100 * 99)  # unbiased for Σ p_k²
+    assert abs(pairs.mean() - (alpha + 1) / (10 * alpha + 1)) < 4 * pairs.std() / 10
+
+
+def test_a_test_in_other_shares(data):
+    task, same = recipes.balanced_test(data, seed=2), recipes.dirichlet_03(data, seed=2)
+    for one, other in zip(counts(task.train).values(), counts(same.train).values(), strict=True):
+        assert (one == other).all()
+    assert all((found == 10).all() for found in counts(task.test).values())
 
 
 def test_concept_drift(data):

@@ -1,4 +1,4 @@
-"""Seven ways to deal MNIST out to clients.
+"""Ten ways to deal MNIST out to clients.
 
 Each takes the path of an MNIST npz file (or the arrays, as :class:`Digits`) and a seed. Inputs are float32 in [0, 1],
 flat (784 for MNIST); labels are int64. Training and validation images come from the official training split and no
@@ -157,6 +157,42 @@ def extreme_skew(source: Source, seed: int = 0) -> Task:
             data.train_x, data.train_y, [r for _, r in aside], [name for name, _ in aside]
         ),
         test=_federation(data.test_x, data.test_y, [np.arange(len(data.test_y))], ["everyone"]),
+        classes=DIGITS,
+    )
+
+
+def dirichlet_03(source: Source, seed: int = 0) -> Task:
+    """Deal to 100 clients 20 training images each, in Dirichlet(0.3) shares of the digits.
+
+    For validation and for the test, 100 images in the same shares.
+    """
+    return _in_shares(source, seed, 0.3)
+
+
+def dirichlet_1(source: Source, seed: int = 0) -> Task:
+    """Deal to 100 clients 20 training images each, in Dirichlet(1) shares; for the rest see :func:`dirichlet_03`."""
+    return _in_shares(source, seed, 1.0)
+
+
+def balanced_test(source: Source, seed: int = 0) -> Task:
+    """Deal training images as :func:`dirichlet_03`; for validation and for the test a client has 10 of each digit."""
+    return _in_shares(source, seed, 0.3, balanced=True)
+
+
+def _in_shares(source: Source, seed: int, alpha: float, balanced: bool = False) -> Task:
+    """Return a task of clients whose images have Dirichlet shares of the digits."""
+    data, rng = _opened(source, seed)
+    shares, names = rng.dirichlet(np.full(DIGITS, alpha), size=100), _names(100)
+    train, valid, test = (
+        np.stack([rng.multinomial(count, each) for each in shares]) for count in (20, 100, 100)
+    )
+    if balanced:
+        valid = test = np.full((100, DIGITS), 10)
+    dealt = _deal(rng, data.train_y, np.concatenate([train, valid]))
+    return Task(
+        train=_federation(data.train_x, data.train_y, dealt[:100], names),
+        valid=_federation(data.train_x, data.train_y, dealt[100:], names),
+        test=_federation(data.test_x, data.test_y, _draw(rng, data.test_y, test), names),
         classes=DIGITS,
     )
 

@@ -1,4 +1,4 @@
-"""Which method makes the best personal classifiers of MNIST? Makes the tables of four recipes in this folder.
+"""Which method makes the best personal classifiers of MNIST? Makes a table of each recipe in this folder.
 
     python experiments/mnist/run.py                                    # every recipe and method, hours on two cores
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
@@ -85,6 +85,9 @@ RECIPES = {
     "small_shards": Recipe(recipes.small_shards),
     "concept_drift": Recipe(recipes.concept_drift),
     "new_clients": Recipe(recipes.new_clients, (0, 1, 5, 20, 50)),
+    "dirichlet_03": Recipe(recipes.dirichlet_03),
+    "dirichlet_1": Recipe(recipes.dirichlet_1),
+    "balanced_test": Recipe(recipes.balanced_test),
     "rotated_shards": Recipe(recipes.rotated_shards, (0, 5, 50), 10, 0.625, 1, 30, 200),
     "rotated_dirichlet": Recipe(recipes.rotated_dirichlet, (0, 5, 50), 10, 0.625, 1, 30, 30),
 }
