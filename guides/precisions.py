@@ -9,8 +9,8 @@ from torch import Tensor
 from bayesfed.guides import triangular
 from bayesfed.guides.triangular import solve_lower
 
-FLOOR = 1e-8
-"""The smallest precision."""
+FLOOR = 1e-20
+"""The smallest precision, far below those of wide priors for each of many rows, in whatever unit."""
 
 
 def times(precision: Tensor, vector: Tensor) -> Tensor:

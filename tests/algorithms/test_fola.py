@@ -304,3 +304,23 @@ def test_many_local_weights_are_at_their_prior_and_rows_come_in_minibatches():
     program = build_program(model, train, bf.FOLA(), 0)
     assert program.learns_locals
     assert not program.workspace
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_a_wide_prior_is_kept_beside_many_rows(covariance):
+    """Of a slope of which the rows say nothing; per row its precision is 5 · 10⁻¹¹."""
+
+    def program(federation):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        slope = pyro.sample("slope", dist.Normal(3.0, 1000.0))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level + slope * obs["x"], 1.0), obs=obs.get("y"))
+
+    rows = {"x": torch.zeros(10_000), "y": torch.ones(10_000)}
+    data, algorithm = (
+        bf.Federation.from_arrays({"a": rows, "b": rows}),
+        bf.FOLA(covariance=covariance),
+    )
+    posterior = bf.fit(program, data, algorithm, rounds=2)
+    assert float(posterior.params["global.log_scale"][1].exp()) == pytest.approx(1000, rel=1e-3)
+    assert float(posterior.params["global.loc"][1]) == pytest.approx(3.0, abs=1.0)
