@@ -25,6 +25,7 @@ import runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import secure
+from bayesfed.deploy.bundles import split
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import unpack
 from bayesfed.deploy.node import Node
@@ -101,7 +102,8 @@ def between_institutions(unit: str) -> tuple[Comparison, int]:
 
             def exchange(messages, wait, nodes=nodes):
                 nonlocal asked
-                kinds = [unpack(payload)[0].kind for payload in messages.values()]
+                sent = [one for payload in messages.values() for one in split(payload)]
+                kinds = [unpack(one)[0].kind for one in sent]
                 asked += "leave_out" in kinds
                 return {at: nodes[at].handle(payload) for at, payload in messages.items()}
 
