@@ -346,3 +346,15 @@ def test_subclasses_start_apart_and_with_equal_means(train: bf.Federation) -> No
 def test_outputs_are_a_multiple_of_the_subclasses(train: bf.Federation) -> None:
     with pytest.raises(ValueError, match="no multiple of subclasses=2"):
         fitted(Network(mlp(4, 5), subclasses=2), train)
+
+
+def test_clients_whose_steps_are_too_long_keep_their_own_label_shares(train: bf.Federation) -> None:
+    """Alone, and beside others whose steps are not: those of large inputs are taken again, shorter."""
+    calm, wild = rows(3, [0, 1, 1]), rows(4, [2, 0, 0, 1])
+    wild["x"] = 30 * wild["x"]
+    both = bf.Federation.from_arrays({"calm": calm, "wild": wild})
+    posterior = fitted(network(PRIOR), train)
+    together = posterior.personalize(both, steps=5, lr=0.3).local_params["weights.loc"]
+    for place, name in enumerate(both.names):
+        alone = posterior.personalize(both.select([name]), steps=5, lr=0.3)
+        torch.testing.assert_close(together[place], alone.local_params["weights.loc"][0])
