@@ -16,7 +16,7 @@ Rows "loss" are what a client has left after personalising: its own loss after 1
 server's mean, mean over both clients. Steps are the same for all methods, so that the rows compare where their servers
 are. "loss ÷ best" is as above. Over the five seeds the loss is 13.24 from where servers start and 3.01 from the pooled
 posterior mean, 3.68 there without fine-tuning. It is not lowest at the pooled mean, so that a server may end below
-3.01. The paper's third panel is the same loss by round, without printed figures, and has FedABML below FedAvg.
+3.01. The paper's third panel is the same loss by round, without printed numbers, and has FedABML below FedAvg.
 
 (η', λ) of FedABML are (0.01, 3) in a, b and c, in which steps are the paper's and rates stay; d has the rates that
 FedABML comes with: η' falls from 0.5, λ is 1. The others were chosen on these seeds: η of FedAvg out of 11 fixed and 7

@@ -15,7 +15,7 @@ is the same at every λ and that of the likelihood in proportion to 1 / λ, so t
 784-20-10, with which a fit takes half a minute. The network of few_images.md has 100 hidden units and takes six times
 as long, so that the figures of the two tables cannot be compared.
 
-The paper has curves by round for CIFAR-10 (its Figure 3) and EMNIST (Figure 4) and prints no figures. It finds k = 5
+The paper has curves by round for CIFAR-10 (its Figure 3) and EMNIST (Figure 4) and prints no numbers. It finds k = 5
 sufficient, with little gain up to 7, and small k poor on CIFAR-10; s = 5 sufficient, with little gain from more; a
 larger λ no better in general and poor on CIFAR-10, so that λ is to be tuned by data set; and hardly any effect of the
 three on EMNIST.

@@ -11,7 +11,7 @@ itself: mean of the clients, ± standard error over the seeds. At 0.5 entropy do
 the label shares of all clients together: with a client's own an unseen digit is improbable. The picture is of seed 0, a
 line for each client.
 
-The last column is the nearest to the paper (its Figures 5 and 6), which prints no figures: there, too, labels stay the
+The last column is the nearest to the paper (its Figures 5 and 6), which prints no numbers: there, too, labels stay the
 same and pictures change, from FashionMNIST to MNIST and from CIFAR-10 to SVHN, each client has a curve of its entropy's
 density, and the curves differ clearly for the first pair and less for the second.
 """
