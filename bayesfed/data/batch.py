@@ -120,7 +120,9 @@ class Batch:
         """Return some of the clients, by position."""
         fields = Fields({name: value[clients] for name, value in self.fields.items()})
         mask, scale, index = self.mask[clients], self.scale[clients], self.index[clients]
-        given = {use: {n: v[clients] for n, v in found.items()} for use, found in self.given.items()}
+        given = {
+            use: {n: v[clients] for n, v in found.items()} for use, found in self.given.items()
+        }
         return replace(self, fields=fields, mask=mask, scale=scale, index=index, given=given)
 
     def drop(self, *names: str) -> Batch:
