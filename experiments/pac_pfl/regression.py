@@ -17,10 +17,9 @@ PV-S 150: PAC-PFL 0.43 / 0.43, pFedGP 0.48 / 0.46, MTL 0.45 / 0.44, MAML 0.57 / 
 
 Each method's settings are chosen from its grid on a federation of another seed, by the mean RSMSE of both groups. "tau"
 is in units of 1 / n: 24 is the sum over the clients (τ = 1), 1 their mean. A prior is either two networks (16, 16,
-tanh), for the mean and before the kernel, or GPyTorch's: a linear mean, RBF with a length scale for each input. With
-GPyTorch's, PACPFL's particles move in the metric of the curvature, PFedGP's one and all networks by Adam's steps. On
-"pvgis" houses, to save hours, priors are GPyTorch's alone, and PACPFL has 2 particles and 300 rounds, elsewhere 4 and
-1000.
+tanh), for the mean and before the kernel, or GPyTorch's: a linear mean, RBF with a length scale for each input. On
+"pvgis" houses, to save hours, priors are GPyTorch's alone, and PACPFL has 2 particles, which move in the metric of the
+curvature, and 300 rounds, elsewhere 4 and 1000.
 """
 
 from __future__ import annotations
