@@ -1,6 +1,6 @@
 """How many particles are enough, on clients of two kinds and of one? Makes particles.md and .png.
 
-    python experiments/pac_pfl/particles.py                # an hour on two cores
+    python experiments/pac_pfl/particles.py                # ten minutes on two cores
     python experiments/pac_pfl/particles.py polynomials    # a few minutes
 
 PACPFL on houses that face east or west and on houses that face south, 150 hours each, with the settings that
@@ -10,9 +10,8 @@ is one prior for all. RSMSE of the 24 clients that train and of the 24 that join
 
 The paper varies k on the houses alone: the error of clients that train falls with k on both kinds, most from one
 particle to two and where houses face both ways, which it puts down to the two modes. If that is the reason, "paired" is
-below zero on the polynomials and on east-west-150, by more than on south-150, whose clients are of one kind. On the
-houses, whose prior has 33 numbers, k = 1 differs in its steps too: Adam's, where several particles move in the metric
-of the curvature (PACPFL's ``optimizer``). On the polynomials, whose networks are larger, all steps are Adam's.
+below zero on the polynomials and on east-west-150, by more than on south-150, whose clients are of one kind. All
+steps are Adam's.
 """
 
 from __future__ import annotations
