@@ -108,6 +108,29 @@ def test_random_globals_are_fitted_alike():
     assert draws["a"].std(0).min() > 0.1
 
 
+def test_a_prior_of_fixed_width_is_the_penalty_of_pfedme():
+    """The paper's eq. 3.7: λ = 1 / (n s²) per row of n; clients shrink to the mean by n / (n + 1 / s²)."""
+    width, rows, generator = 0.7, 5, torch.Generator().manual_seed(0)
+
+    def program(federation):
+        mu = pyro.param("mu", torch.tensor(0.5))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, width))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+    clients = {f"{i}": {"y": i + torch.randn(rows, generator=generator)} for i in range(6)}
+    data = bf.Federation.from_arrays(clients)
+    means = data["y"].reshape(6, rows).mean(1)
+    shrunk = (rows * means + means.mean() / width**2) / (rows + 1 / width**2)
+    for algorithm in (bf.FedABML(), bf.PFedMe(lam=1 / (rows * width**2))):
+        posterior = bf.fit(program, data, algorithm)
+        assert posterior.converged
+        assert float(posterior.params["mu"]) == pytest.approx(float(means.mean()), abs=1e-3)
+        found = posterior.sample(20_000)["a"].mean(0).reshape(-1)
+        torch.testing.assert_close(found, shrunk, atol=0.015, rtol=0)
+
+
 @pytest.mark.slow
 @float64
 def test_priors_that_are_not_normal_and_a_simplex():
