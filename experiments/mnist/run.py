@@ -1,4 +1,4 @@
-"""Which method makes the best personal classifiers of MNIST? Makes a table of each recipe in this folder.
+"""Which method makes the best personal classifiers of MNIST? Makes few_images.md and a table of each other recipe.
 
     python experiments/mnist/run.py                                    # every recipe and method, hours on two cores
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
