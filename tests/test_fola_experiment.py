@@ -1,6 +1,6 @@
 """The pieces of the experiment on FOLA's first rounds: clients, figures, the pooled posterior, and rules that note."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -17,19 +17,25 @@ FOLDER = Path(__file__).parents[1] / "experiments" / "mnist"
 
 
 @pytest.fixture(scope="module")
-def fola():
-    """Load the script; the modules beside it are importable meanwhile, and forgotten afterwards."""
+def scripts():
+    """Load the scripts; the modules beside them are importable meanwhile, and forgotten afterwards."""
     path, modules = list(sys.path), set(sys.modules)
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
-    spec = importlib.util.spec_from_file_location("mnist_fola", FOLDER / "fola.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mnist_fola"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
+    yield importlib.import_module("fola"), importlib.import_module("fola_covariance")
     sys.path[:] = path
-    for name in ("mnist_fola", "run", "recipes", "runner"):
+    for name in ("fola", "fola_covariance", "run", "recipes", "runner"):
         if name not in modules:
             sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def fola(scripts):
+    return scripts[0]
+
+
+@pytest.fixture
+def covariance(scripts):
+    return scripts[1]
 
 
 def rows_of(seed, count=40):
@@ -56,11 +62,15 @@ def test_that_a_small_alpha_gives_clients_few_digits(fola):
     assert digits(0.01) < 3 and digits(100.0) > 9
 
 
-def test_that_the_distance_is_half_a_squared_one_from_the_mode(fola):
+def test_that_the_distance_is_half_a_squared_one_from_the_mode(covariance):
     mode, precision = torch.tensor([1.0, -1.0]), torch.tensor([[2.0, 1.0], [1.0, 3.0]])
-    assert fola.distance(mode, mode, precision) == 0
-    assert fola.distance(mode + torch.tensor([2.0, 0.0]), mode, precision) == pytest.approx(4.0)
-    assert fola.distance(mode + torch.tensor([1.0, -1.0]), mode, torch.eye(2)) == pytest.approx(1.0)
+    assert covariance.distance(mode, mode, precision) == 0
+    assert covariance.distance(mode + torch.tensor([2.0, 0.0]), mode, precision) == pytest.approx(
+        4.0
+    )
+    assert covariance.distance(
+        mode + torch.tensor([1.0, -1.0]), mode, torch.eye(2)
+    ) == pytest.approx(1.0)
 
 
 def test_that_local_accuracy_of_identical_clients_is_the_global_one(fola):
@@ -84,11 +94,11 @@ def test_that_a_cell_says_how_many_runs_have_diverged(fola):
     assert fola.mean_cell([1.0, 3.0], ".1f") == "2.0 ± 1.0"
 
 
-def test_the_pooled_posterior(fola):
+def test_the_pooled_posterior(covariance):
     """Its gradient vanishes at the mode, and its Hessian is that of ``log_softmax`` by finite differences."""
     x, y = rows_of(1)
     x = x.double()
-    mode, precision = fola.posterior(x, y, 3, gamma=1.0)
+    mode, precision = covariance.posterior(x, y, 3, gamma=1.0)
     assert mode.shape == (15,) and precision.shape == (15, 15)
 
     def slope(theta):
@@ -103,9 +113,9 @@ def test_the_pooled_posterior(fola):
     torch.testing.assert_close(precision, found, atol=1e-6, rtol=1e-5)
 
 
-def test_that_a_mean_of_pixels_is_taken(fola):
+def test_that_a_mean_of_pixels_is_taken(covariance):
     x = torch.arange(784.0).reshape(1, -1)
-    pooled, _ = fola.pooled_images((x, torch.zeros(1)))
+    pooled, _ = covariance.pooled_images((x, torch.zeros(1)))
     assert pooled.shape == (1, 49) and pooled.dtype == torch.float64
     corner = x.reshape(28, 28)[:4, :4].double().mean()
     assert pooled[0, 0] == corner

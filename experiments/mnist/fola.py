@@ -1,12 +1,12 @@
-"""Is FOLA ahead of FedAvg and FedCurv in the first rounds on MNIST, and by what? Makes fola.md and two more.
+"""Is FOLA ahead of FedAvg and FedCurv in the first rounds on MNIST, and by what? Makes fola.md and fola_ablation.md.
 
-    python experiments/mnist/fola.py                                   # three tables, about an hour on two cores
-    python experiments/mnist/fola.py --tables covariance --data PATH
+    python experiments/mnist/fola.py                                   # two tables, about an hour on two cores
+    python experiments/mnist/fola.py --tables ablation --data PATH
     python experiments/mnist/fola.py 0.1 --tables rounds               # rows of one α
 
-The questions of the MNIST section of FOLA's paper (Liu et al. 2024, Figs. 3 to 5 and 9 to 12) on fewer images: 3,000 of
-the training images, dealt in equal parts to N clients, all of which take part in every round. GA is the accuracy % of
-the server's network on the test images, LA is Σ π_n times the accuracy of client n's network after its steps, on test
+The questions of the MNIST section of FOLA's paper (Liu et al. 2024, Figs. 3 to 5 and 9) on fewer images: 3,000 of the
+training images, dealt in equal parts to N clients, all of which take part in every round. GA is the accuracy % of the
+server's network on the test images, LA is Σ π_n times the accuracy of client n's network after its steps, on test
 images of all digits. Cells are means over the seeds ± standard errors.
 
 fola.md and fola_ablation.md: the paper's MLP, 784-500-300-10; clients have Dirichlet(α) shares of the digits, and draw
@@ -20,19 +20,9 @@ fola_ablation.md has α = 0.01, N = 20, lr = 0.1 and E = 5. "product" is FOLA's 
 takes the plain mean; without "prior loss" λ is 0; "offline" takes the curvature after the last step. The prior loss
 with the plain mean is no composition of the package's parts: a rule of this script makes it.
 
-fola_covariance.md: softmax regression on images pooled to 7 × 7 (500 numbers, each with the prior N(0, 1)); two clients
-with five digits each; batches of 300, lr = 0.5, E = 10; λ = 1 but in one row. "full" and "e-full" take Hessians,
-"diagonal" the squared gradients of rows. μ* and Σ* are the mode and the inverse Hessian of the pooled posterior, by
-L-BFGS in double precision, D(θ) = ½ (θ − μ*)ᵀ Σ*⁻¹ (θ − μ*), AE = D(θ_S) and LF = Σ π_n D(θ_n), in nats: draws from
-the posterior have a D of 250 on average.
-
 The paper's MLP reaches 97.57 % where all images are in one place; its figures of the first round are means of 30 runs.
-Figs. 3 to 5, 9 and 12 are curves without printed numbers: at large α the methods are alike, at small α FOLA loses
-little and FedAvg much, and more clients cost accuracy; with offline curvature the curves swing after a few rounds;
-product and prior loss together are ahead of each alone. In Figs. 10 and 11 (a 780-10 network, lr = 0.01, E = 1, batches
-of 200) "full" has nearly 90 % in 3 rounds, the others need more than 10; LA after 10 rounds is above 80 % with "full"
-and below 60 % with the others; "diagonal", offline, has less than 83 % after 10 rounds, less than FedAvg; "e-full" is
-much as FedAvg.
+Figs. 3 to 5 and 9 are curves without printed numbers: at large α the methods are alike, at small α FOLA loses little
+and FedAvg much, and more clients cost accuracy; product and prior loss together are ahead of each alone.
 """
 
 from __future__ import annotations
@@ -360,131 +350,7 @@ def ablation_table(given: Any) -> None:
     runner.table(f"parts | {HEADS} | seeds", rows, measure, given, cells, path=path)
 
 
-# -- covariances -----------------------------------------------------------------------------------
-
-SIDE = 7
-STEPS = {"lr": 0.5, "local_epochs": 10}
-ROWS_A_STEP = 300
-GAMMA = 1.0
-"""The prior's precision."""
-HESSIAN = {"fisher": "hessian"}
-COVARIANCES: dict[tuple[str, str], dict[str, Any]] = {
-    (name, "online" if online else "offline"): how | {"online": online}
-    for name, how in {
-        "full": HESSIAN | {"covariance": "full"},
-        "e-full": HESSIAN | {"covariance": "e-full"},
-        "diagonal": {"fisher": "per-sample", "covariance": "diagonal"},
-    }.items()
-    for online in (True, False)
-}
-OTHERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("full, λ = r − 1", "offline"): COVARIANCES["full", "offline"] | {"prior_weight": None},
-    ("none (FedAvg)", "–"): {},
-}
-
-
-def pooled_images(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return images of 7 × 7 means of pixels, in double precision."""
-    x, y = rows
-    images = x.double().reshape(-1, 1, 28, 28)
-    return nn.functional.avg_pool2d(images, 28 // SIDE).flatten(1), y
-
-
-def loss(theta: Tensor, x: Tensor, y: Tensor, gamma: float) -> Tensor:
-    """Return minus the log posterior density of a softmax regression's weights, by class, and biases."""
-    classes = len(theta) // (x.shape[1] + 1)
-    weight, bias = theta[:-classes].reshape(classes, -1), theta[-classes:]
-    likelihood = nn.functional.cross_entropy(x @ weight.T + bias, y, reduction="sum")
-    return likelihood + gamma / 2 * theta.square().sum()
-
-
-def posterior(x: Tensor, y: Tensor, classes: int, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return the mode of the pooled posterior by L-BFGS, and the Hessian there."""
-    theta = x.new_zeros(classes * (x.shape[1] + 1)).requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [theta],
-        max_iter=5000,
-        tolerance_grad=1e-7,
-        tolerance_change=0,
-        history_size=50,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(theta, x, y, gamma)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    mode = theta.detach()
-    hessian = torch.autograd.functional.hessian(lambda at: loss(at, x, y, gamma), mode)
-    return mode, hessian
-
-
-def distance(theta: Tensor, mode: Tensor, precision: Tensor) -> float:
-    """Return D(θ) = ½ (θ − μ*)ᵀ Σ*⁻¹ (θ − μ*)."""
-    gap = theta - mode
-    return float(gap @ precision @ gap / 2)
-
-
-def covariance(data: str, images: int, how: dict[str, Any], seed: int) -> list[list[float]]:
-    """Return GA, LA, AE and LF after each round, of two clients with five digits each."""
-    source = recipes.load(data)
-    rng = np.random.default_rng(seed)
-    rows, first = rng.permutation(len(source.train_y))[:images], rng.permutation(10)[:5]
-    x, y = pooled_images(tensors(source.train_x[rows], source.train_y[rows]))
-    test = pooled_images(tensors(source.test_x, source.test_y))
-    mine = torch.isin(y, torch.from_numpy(first))
-    parts = {"client 0": mine, "client 1": ~mine}
-    federation = bf.Federation.from_arrays(
-        {name: {"x": x[part], "y": y[part]} for name, part in parts.items()}
-    )
-    module = mlp(SIDE**2, 10).double()
-    for value in module.parameters():
-        nn.init.zeros_(value)
-    mode, precision = posterior(x, y, 10, GAMMA)
-
-    def figures(r: int, theta: Tensor, notes: list[tuple[float, Tensor]]) -> list[float]:
-        return [
-            accuracy(module, theta, test),
-            mean_of_clients(notes, lambda own: accuracy(module, own, test)),
-            distance(theta, mode, precision),
-            mean_of_clients(notes, lambda own: distance(own, mode, precision)),
-        ]
-
-    algorithm = bf.FOLA(**STEPS, **how, gamma=GAMMA) if how else bf.FedAvg(**STEPS)
-    found = curve(module, federation, algorithm, ROUNDS, figures, batch_size=ROWS_A_STEP, seed=seed)
-    optimum = [accuracy(module, mode, test), math.nan, 0.0, math.nan]
-    return [*found, *[[math.nan] * 4] * (len(ROUNDS) - len(found)), optimum]
-
-
-def covariance_table(given: Any) -> None:
-    """Make fola_covariance.md."""
-    every = COVARIANCES | OTHERS
-    rows = {
-        key: [(str(given.data), given.images, how, seed) for seed in range(given.seeds)]
-        for key, how in every.items()
-    }
-
-    def cells(_: Any, found: list[list[list[float]]]) -> list[Any]:
-        at = (ROUNDS.index(1), ROUNDS.index(5), ROUNDS.index(10))
-        made = [
-            mean_cell([run[r][i] for run in found], digits)
-            for i, digits in enumerate((".1f", ".1f", ".0f", ".0f"))
-            for r in at
-        ]
-        return [*made, mean_cell([run[-1][0] for run in found], ".1f"), given.seeds]
-
-    heads = " | ".join(
-        f"{name}, round {r}" for name in ("GA", "LA", "AE", "LF") for r in (1, 5, 10)
-    )
-    columns = f"covariance | curvature | {heads} | GA of μ* | seeds"
-    path = HERE / "fola_covariance.md"
-    runner.table(columns, rows, covariance, given, cells, path=path)
-
-
-TABLES = {"rounds": rounds_table, "ablation": ablation_table, "covariance": covariance_table}
+TABLES = {"rounds": rounds_table, "ablation": ablation_table}
 
 
 def main() -> None:
