@@ -104,9 +104,9 @@ class MeanAndVariance(Rule):
     def prepare(self, job: Job) -> Parts:
         """Return the prior and the units for the steps."""
         message = job.message["gaussian"]
-        prior = {"loc": message["centre"], "precision": message["precision"]}
-        prior = {name: value.expand(len(job), -1) for name, value in prior.items()}
-        return {"prior": prior | {"unit": message["unit"]}}
+        names = {"loc": "centre", "precision": "precision", "unit": "unit"}
+        prior = {name: message[of].expand(len(job), -1) for name, of in names.items()}
+        return {"prior": prior}
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the moves and their squares, and the gradients where they are asked for, weighted by n_i."""
