@@ -171,7 +171,7 @@ def against_nuts(posterior: bf.Posterior, name: str, algorithm: str) -> list[str
     reference = nuts(slug, case.model(), case.data())
     if algorithm == "Pooled":  # its single client is none of the reference's
         reference = {name: value for name, value in reference.items() if name not in local}
-    found = against_own_optimum(case, algorithm, posterior, draws, reference, local)
+    found = against_own_optimum(case, posterior, draws, reference, local)
     return [_shown(cell) for cell in [*found, *cells(draws, reference, local)]]
 
 
@@ -182,24 +182,20 @@ def at_centre(posterior: bf.Posterior) -> dict[str, Tensor]:
 
 
 def against_own_optimum(
-    case: Case,
-    algorithm: str,
-    posterior: bf.Posterior,
-    draws: Any,
-    reference: Any,
-    local: set[str],
+    case: Case, posterior: bf.Posterior, draws: Any, reference: Any, local: set[str]
 ) -> list[str]:
     """Return the distances of globals and of locals from the optimum of the algorithm's own objective."""
     from own_optima import hierarchy_of, own_optimum
 
     if posterior.correction is not None:
         return ["NUTS", "NUTS"]
-    drawn = at_centre(posterior) if algorithm == "FedBE" else posterior.sample(MANY)
+    name = posterior.algorithm.name
+    drawn = at_centre(posterior) if name == "FedBE" else posterior.sample(MANY)
     fitted = {n: v.double().mean(0) for n, v in drawn.items() if n in draws}
     torch.set_default_dtype(torch.float64)
     try:
         hierarchy = hierarchy_of(case.model(), case.data(), posterior)
-        optimum = own_optimum(posterior.algorithm.name, hierarchy, fitted)
+        optimum = own_optimum(name, hierarchy, fitted)
     except ValueError:  # variables that it does not know
         return ["", ""]
     finally:

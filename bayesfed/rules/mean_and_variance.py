@@ -28,7 +28,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
 from bayesfed.guides.laplace import gaussian_params
 from bayesfed.guides.precisions import definite
-from bayesfed.rules.quasi_newton import advance, begin
+from bayesfed.rules.quasi_newton import advance_round, begin
 from bayesfed.rules.rule import NO_TERM, Progress, Rule, Turn, mean_of, weighted_sum
 from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.optimizer import State
@@ -97,7 +97,7 @@ class MeanAndVariance(Rule):
         slope, curvature = program.guide.prior_slopes(loc, program.schema, full=False)
         precision = definite(curvature / program.rows, matrix=False)
         centre = loc + slope / program.rows / precision
-        single = {SINGLE: {"unit": unit}} if "newton" in server else {}
+        single = {SINGLE: {"calm": server["newton"]["calm"]}} if "newton" in server else {}
         message = {"loc": loc, "centre": centre, "precision": precision, "unit": unit}
         return {"gaussian": message} | single
 
@@ -122,11 +122,8 @@ class MeanAndVariance(Rule):
         variance = (mean["square"] - mean["move"].square()).clamp(min=NARROWEST**2)
         if "newton" not in server:
             return {"q": q | {"loc": q["loc"] + mean["move"], "variance": variance}}, NO_TERM
-        gradient = mean["gradient"] * q["unit"].square()
-        if not turn.whole:
-            gradient = torch.full_like(gradient, torch.nan)
-        at, found = {LOC: q["loc"]}, {LOC: gradient}
-        theta, newton = advance(turn.program, {LOC: q["unit"]}, server["newton"], at, found)
+        at, move = {LOC: q["loc"]}, {LOC: mean["gradient"] * q["unit"].square()}
+        theta, newton = advance_round(turn, {LOC: q["unit"]}, server["newton"], at, move)
         return {"q": q | {"loc": theta[LOC], "variance": variance}, "newton": newton}, NO_TERM
 
     def progress(self, turn: Turn, server: Server) -> Progress | None:

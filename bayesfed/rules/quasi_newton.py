@@ -78,6 +78,15 @@ def advance(
     return shaped((found["base"] + found["step"]) * unit, theta), state | found
 
 
+def advance_round(
+    turn: Turn, units: Params, state: Params, theta: Params, move: Params
+) -> tuple[Params, Params]:
+    """Return :func:`advance` after a round; a round in which some client is missing has no gradient."""
+    if not turn.whole:
+        move = {name: torch.full_like(value, torch.nan) for name, value in move.items()}
+    return advance(turn.program, units, state, theta, move)
+
+
 def in_units(units: Params, theta: Params, move: Params) -> tuple[Params, Tensor, Tensor, Tensor]:
     """Return the θ that is moved, its units, and itself and the gradient as vectors in these units."""
     theta = {name: value for name, value in theta.items() if name in move}
@@ -180,7 +189,5 @@ class ByMeanMove(Rule):
         program = turn.program
         if "step" not in state:  # clients are at their own optimum, and θ stays
             return {"theta": theta, "newton": {"calm": (state["calm"] + 1) * turn.whole}}
-        if not turn.whole:
-            move = {name: torch.full_like(v, torch.nan) for name, v in move.items()}
-        found, state = advance(program, prior_units(program), state, theta, move)
+        found, state = advance_round(turn, prior_units(program), state, theta, move)
         return {"theta": theta | found, "newton": state}

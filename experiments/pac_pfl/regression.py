@@ -141,19 +141,14 @@ def _conditioned(posterior: bf.Posterior) -> Predict:
 
 
 def pac_pfl(
-    train: bf.Federation,
-    *,
-    kind: str,
-    scale: float,
-    tau: float,
-    particles: int = 4,
-    rounds: int = 1000,
+    train: bf.Federation, *, kind: str, scale: float, tau: float, particles: int = 4
 ) -> Predict:
     """Fit PACPFL by Adam; τ is in units of 1 / n: 24 is the sum over clients, 1 their average."""
-    settings = {"tau": tau / len(train), "lr": RATE[kind], "optimizer": "adam"}
-    algorithm = bf.PACPFL(particles=particles, **settings)
+    algorithm = bf.PACPFL(
+        particles=particles, tau=tau / len(train), lr=RATE[kind], optimizer="adam"
+    )
     model = prior(kind, inputs_of(train), scale)
-    return _conditioned(_fit(model, train, algorithm, rounds, 5, 150))
+    return _conditioned(_fit(model, train, algorithm, 1000, 5, 150))
 
 
 def pfed_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.engine.stopping.convergence import Convergence
 from tests.rules.test_quasi_newton import EAGER, PROBLEMS, fit, optimum, own_optima
 from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
 
@@ -68,6 +70,15 @@ def test_clients_that_are_held_near_the_others_have_an_optimum(name):
     assert not any("no finite optimum" in str(warning.message) for warning in said)
     fitted, found = optimum(PROBLEMS["falls"], name, posterior)
     np.testing.assert_allclose(fitted["a"], found["a"], atol=0.01)
+
+
+def test_the_mean_and_variance_of_copies_say_where_they_have_not_arrived(monkeypatch):
+    """FedBE needs no number of rounds where a part of the clients takes part, either."""
+    monkeypatch.setattr(Convergence, "bound", 30)
+    schools = datasets.eight_schools()
+    with pytest.warns(UserWarning, match="not converged after 30 rounds"):
+        posterior = bf.fit(models.eight_schools, schools, bf.FedBE(), clients_per_round=4)
+    assert not posterior.converged
 
 
 @pytest.mark.parametrize("problem", ["hospitals", "curves"])
