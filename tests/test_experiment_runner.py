@@ -1,16 +1,12 @@
 """The runner of all experiments: raw results that survive a kill, and tables under one header."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "experiments" / "runner.py"
-SPEC = importlib.util.spec_from_file_location("experiment_runner", PATH)
-runner = importlib.util.module_from_spec(SPEC)
-sys.modules["experiment_runner"] = runner  # dataclasses look their module up
-SPEC.loader.exec_module(runner)
+from tests.scripts import ROOT, load
+
+runner = load("experiments/runner.py")
 
 
 DOC = """Does it add up? Makes made.md.
@@ -29,7 +25,7 @@ def run(tmp_path, monkeypatch):
     path = tmp_path / "made.md"
 
     def script(*words, factor=1):
-        monkeypatch.setattr(sys, "argv", [str(PATH.with_name("made.py")), *words])
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / "made.py"), *words])
         measured = []
 
         def measure(name, seed):

@@ -1,30 +1,18 @@
 """Every table of the experiments is in their index, and tables older than their code are found."""
 
 import ast
-import importlib.util
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import load
+
 ROOT = Path(__file__).parents[1]
 
 
-def script(name):
-    """Load a script of the experiments as a module."""
-    spec = importlib.util.spec_from_file_location(
-        f"table_{name}", ROOT / "experiments" / f"{name}.py"
-    )
-    sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses look their module up
-    spec.loader.exec_module(sys.modules[spec.name])
-    return sys.modules[spec.name]
-
-
-stale, runner = script("stale"), script("runner")
+stale, runner = load("experiments/stale.py"), load("experiments/runner.py")
 
 
 def test_that_every_table_is_in_the_index():

@@ -1,18 +1,12 @@
 """The MNIST recipes, on images of 2 × 2 pixels that say which image they are."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-PATH = Path(__file__).parents[1] / "experiments" / "mnist" / "recipes.py"
-SPEC = importlib.util.spec_from_file_location("mnist_data", PATH)
-recipes = importlib.util.module_from_spec(SPEC)
-sys.modules["mnist_data"] = recipes  # dataclasses look their module up
-SPEC.loader.exec_module(recipes)
+from tests.scripts import load
+
+recipes = load("experiments/mnist/recipes.py")
 
 RECIPES = ["few_images", "small_shards", "concept_drift", "new_clients", "extreme_skew"]
 RECIPES += ["dirichlet_03", "dirichlet_1", "balanced_test"]

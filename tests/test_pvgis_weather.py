@@ -1,21 +1,14 @@
 """Weather of PVGIS in the PAC-PFL experiments: on which hours, with which sun, in which features."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from bayesfed import simulations
+from tests.scripts import load
 
 pytest.importorskip("pvlib")
-PATH = Path(__file__).parents[1] / "experiments" / "pac_pfl" / "regression.py"
-SPEC = importlib.util.spec_from_file_location("pac_pfl_regression", PATH)
-regression = importlib.util.module_from_spec(SPEC)
-sys.modules["pac_pfl_regression"] = regression  # dataclasses look their module up
-SPEC.loader.exec_module(regression)
+regression = load("experiments/pac_pfl/regression.py")
 
 OFFSET = 0.25  # hours from the label to the measurement
 HEAD = f"""\

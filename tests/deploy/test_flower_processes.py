@@ -1,6 +1,5 @@
 """bayesfed between Flower's own processes: rounds, keys, certificates, and how a network ends."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -25,15 +24,11 @@ from docs import own_parts
 from tests.deploy.flower_workers import workers
 from tests.deploy.in_process import nodes_of
 from tests.deploy.test_own_parts import listening
+from tests.scripts import load
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "bayesfed" / "deploy" / "flower_app"
-SPEC = importlib.util.spec_from_file_location(
-    "deployment_network", ROOT / "experiments" / "deployment" / "network.py"
-)
-net = importlib.util.module_from_spec(SPEC)
-sys.modules["deployment_network"] = net  # dataclasses look their module up
-SPEC.loader.exec_module(net)
+net = load("experiments/deployment/network.py")
 
 
 @pytest.fixture(autouse=True)

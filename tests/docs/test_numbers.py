@@ -4,18 +4,17 @@ A claim is a sentence of a page with ``{}`` for each number, and the numbers as 
 been made anew, the failure shows the sentence to write.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import load
+
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"
-_spec = importlib.util.spec_from_file_location("readme", ROOT / "docs/readme.py")
-readme = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(readme)
+readme = load("docs/readme.py")
 
 Row = dict[str, list[str]]
 CLAIMS: list[tuple[str, str, Callable[[], tuple]]] = []

@@ -1,7 +1,6 @@
 """The README: its numbers are those of the tables, its output is what its code prints, and it is short."""
 
 import contextlib
-import importlib.util
 import io
 import math
 import re
@@ -9,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import load
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def readme():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "docs/readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("docs/readme.py")
 
 
 def prose(text: str) -> str:

@@ -1,20 +1,14 @@
 """The membership game of ``experiments/attack.py``: what a run claims is not exceeded, and faults are found."""
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import bayesfed as bf
+from tests.scripts import load
 
-PATH = Path(__file__).parents[2] / "experiments" / "attack.py"
-SPEC = importlib.util.spec_from_file_location("attack", PATH)
-attack = importlib.util.module_from_spec(SPEC)
-sys.modules["attack"] = attack  # dataclasses look their module up
-SPEC.loader.exec_module(attack)
+attack = load("experiments/attack.py")
 
 pytestmark = pytest.mark.filterwarnings("ignore:the noise that privacy adds")
 TRIALS = 80

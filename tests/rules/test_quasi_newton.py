@@ -1,12 +1,9 @@
 """Quasi-Newton steps of the server: point estimates arrive at the optimum of their objective, which L-BFGS finds."""
 
-import importlib.util
 import shutil
-import sys
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -22,11 +19,9 @@ from bayesfed.engine.stopping.arrival import Arrival
 from bayesfed.rules import Mean
 from bayesfed.steps import Descent
 from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
+from tests.scripts import load
 
-PATH = Path(__file__).parents[2] / "experiments" / "own_optima.py"
-SPEC = importlib.util.spec_from_file_location("own_optima", PATH)
-own_optima = sys.modules["own_optima"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(own_optima)
+own_optima = load("experiments/own_optima.py")
 
 EAGER = bf.Execution(compile=False)
 PROBLEMS = {"hospitals": (deaths, hospitals), "falls": (falls, wards), "curves": (growth, curves)}
