@@ -130,13 +130,17 @@ class Method:
 
     def meaning(self, key: str) -> str:
         """Return what a setting means: the documentation of the field of a part that it sets."""
-        owner, _, name = self.settings[key].paths[0].rpartition(".")
-        part: Any = get(self.default, owner) if owner else self.default
+        part, name = holder(self.default, self.settings[key].paths[0])
         return meanings(part.__class__).get(name, "")
 
     def variant(self, name: str, summary: str, algorithm: Algorithm) -> "Method":
-        """Return a method of another composition, with the keywords of this one."""
-        return Method(name, summary, algorithm, **self.settings)
+        """Return a method of another composition, with the keywords of this one for which that has a field."""
+        settings = {
+            key: setting
+            for key, setting in self.settings.items()
+            if hasattr(*holder(algorithm, setting.paths[0]))
+        }
+        return Method(name, summary, algorithm, **settings)
 
     def build(self, settings: Mapping[str, Any], where: str) -> Algorithm:
         """Return the algorithm with these settings; ``where`` is their dotted key, for messages."""
@@ -177,6 +181,12 @@ class Method:
             for key, setting in self.settings.items()
         }
         return create_model(self.name, __base__=Strict, **fields)
+
+
+def holder(value: Any, path: str) -> tuple[Any, str]:
+    """Return the dataclass that has the field of a path, and the field's name."""
+    owner, _, name = path.rpartition(".")
+    return (get(value, owner) if owner else value), name
 
 
 def get(value: Any, path: str) -> Any:

@@ -69,6 +69,7 @@ FedAvg = Method(
     local_steps="steps.steps",
     optimizer="steps.optimizer",
     proximal="steps.proximal",
+    averaged_rounds="rule.averaged_rounds",
     **END,
 )
 FedProx = FedAvg.variant(

@@ -11,6 +11,7 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
 from bayesfed.rules.quasi_newton import ByMeanMove
 from bayesfed.rules.rule import NO_TERM, Turn, add, mean_of, moves, weighted_sum
+from bayesfed.settings import Count
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client, zeros_like
@@ -27,10 +28,32 @@ class Mean(ByMeanMove):
     Attributes:
         by: ``"rows"``: clients count by their numbers of rows, except under noise, when these stay secret; or
             ``"clients"``: all count alike.
+        averaged_rounds: the posterior has θ̄, an average over about the last rounds, in place of the last θ, which
+            clients are sent all the same (Polyak and Juditsky 1992): θ̄ ← θ̄ + (θ − θ̄) / averaged_rounds. It takes out
+            much of what the last cohorts' rows and minibatches happen to be. 1: the last θ. Quasi-Newton steps are not
+            averaged.
     """
 
     by: Literal["rows", "clients"] = "rows"
+    averaged_rounds: Count = 1
     by_gradient = True
+
+    def start(self, program: Program) -> Server:
+        """Return θ, and its average of no round."""
+        server: Server = super().start(program)
+        if self.averaged_rounds == 1:
+            return server
+        none = program.schema.scale.new_zeros(())
+        return server | {"average": dict(server["theta"]), "averaged": {"rounds": none}}
+
+    def params(self, server: Server) -> Params:
+        """Return θ̄ if there is one, else θ."""
+        return server.get("average", server["theta"])
+
+    def broadcast(self, turn: Turn, server: Server) -> Parts:
+        """Return the last θ, and whether clients take a single step."""
+        message = super().broadcast(turn, server)
+        return message | {"theta": server["theta"]} if "average" in server else message
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the moves, weighted."""
@@ -38,8 +61,14 @@ class Mean(ByMeanMove):
         return weighted_sum(moves(job, work.found["theta"]), weight), {}
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
-        """Return θ moved by the mean."""
-        return self.moved(turn, server, mean_of(turn, total)), NO_TERM
+        """Return θ moved by the mean, and θ̄."""
+        found = self.moved(turn, server, mean_of(turn, total))
+        if "average" not in server:
+            return found, NO_TERM
+        most = 1 if "newton" in server else self.averaged_rounds
+        rounds = (server["averaged"]["rounds"] + 1).clamp(max=most)
+        average = {n: v.lerp(found["theta"][n], 1 / rounds) for n, v in server["average"].items()}
+        return found | {"average": average, "averaged": {"rounds": rounds}}, NO_TERM
 
 
 @dataclass(frozen=True)

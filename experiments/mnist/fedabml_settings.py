@@ -38,20 +38,8 @@ from typing import Any
 
 import recipes
 import torch
-from run import (
-    DRAWS,
-    HERE,
-    LATER,
-    METHODS,
-    PERSONAL,
-    Method,
-    Recipe,
-    Scores,
-    fitted,
-    of_all_clients,
-    runner,
-    scores,
-)
+from methods import DRAWS, LATER, METHODS, Method
+from run import HERE, PERSONAL, Recipe, Scores, fitted_network, of_all_clients, runner, scores
 
 import bayesfed as bf
 from bayesfed.models import Network, mlp
@@ -111,9 +99,9 @@ def vary(data: str, lam: float, k: int, s: int, seed: int) -> Scores:
     """Return the test scores of a setting after personal steps."""
     task = recipes.few_images(data, seed)
     point = {"lam": lam, "k": k, "s": s}
-    posterior = fitted(task, "few_images", Method(small_abml), point, seed)
+    posterior = fitted_network(task, "few_images", Method(small_abml), point, seed)
     own, rows = (of_all_clients(posterior, part) for part in (task.train, task.test))
-    return scores(posterior, own, rows, DRAWS, PERSONAL_RATE, STEPS)
+    return scores([posterior], own, rows, DRAWS, PERSONAL_RATE, STEPS)
 
 
 # -- clients that join later -----------------------------------------------------------------------
@@ -157,7 +145,7 @@ def chosen(data: str, recipe: str, name: str) -> tuple[float, float]:
     for rate in RATES:
         posterior = trained(task, name, rate, 0)
         for personal in PERSONAL:
-            judged = scores(posterior, task.train, task.valid, DRAWS, personal, EPOCHS[-1:])
+            judged = scores([posterior], task.train, task.valid, DRAWS, personal, EPOCHS[-1:])
             ((_, nll, _),) = judged
             tried.append((nll, rate, personal))
     _, rate, personal = min(tried)
@@ -173,7 +161,7 @@ def join(data: str, recipe: str, name: str, seeds: int) -> tuple[tuple[float, fl
         assert task.new is not None
         own, rows = task.new
         posterior = trained(task, name, rate, seed)
-        found.append(scores(posterior, own, rows, DRAWS, personal, EPOCHS))
+        found.append(scores([posterior], own, rows, DRAWS, personal, EPOCHS))
     return (rate, personal), found
 
 

@@ -16,9 +16,11 @@ search starts in the middle of the values and goes to a neighbour while that is 
 than both of its neighbours. The table is of test images, mean ± standard error over the seeds: accuracy % / NLL / ECE
 of all clients' rows together.
 
-FedAvg and its sub-classes have a second row, in which predictions and personal steps have the clients' label shares as
-well (bayesfed.models.label_shares), with the best settings for it among those that the search tried. Where clients'
-label shares are alike the two rows agree.
+Every method has a second row, in which predictions and personal steps have the clients' label shares as well
+(bayesfed.models.label_shares), with the best settings for it among those that the search tried. Where clients' label
+shares are alike the two rows agree. "Two networks" are each trained by half of the clients of a round, and take half of
+the personal steps; their weights are averaged over about ten rounds, and their predictions with each other: the work is
+that of one.
 
 A row bears a method's name only if its settings leave in force what the method is about. The KL has a weight around 1
 in FedABML, as in its paper's objective, and around 0.1 in pFedBayes, its ζ (``lam`` in both); the prior's scale is
@@ -32,17 +34,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import recipes
 import torch
+from methods import METHODS, Method
 
 import bayesfed as bf
 from bayesfed import metrics
-from bayesfed.models import HyperNetwork, LabelShares, Modulated, Network, mlp, start_subclasses
+from bayesfed.models import LabelShares, start_subclasses
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -50,9 +52,6 @@ import runner  # noqa: E402
 
 RATES = (0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 PERSONAL = (0.03, 0.1, 0.3)
-DRAWS = 20
-LATER = {"personal_steps": 0}
-"""Personal steps are taken by :func:`scores`."""
 SHARES = ", label shares"
 """What the name of a method's second row ends with."""
 
@@ -93,167 +92,6 @@ RECIPES = {
 }
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of the table.
-
-    Attributes:
-        make: from the number of classes, the steps of an average client in a round and a point of the grid: the
-            algorithm and the model.
-        grid: the values of its settings that may be tried, beside the rates.
-        kept: clients are stateful, or condition on their rows, and are judged without personal steps.
-        rounds: of training.
-        fraction: of the clients in a round.
-        draws: of the posterior, for predictions.
-        shares: settings are chosen for the row with label shares.
-    """
-
-    make: Callable[..., tuple[Any, Any]]
-    grid: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    kept: bool = False
-    rounds: int = 100
-    fraction: float = 0.1
-    draws: int = DRAWS
-    shares: bool = False
-
-
-def network(classes: int, **settings: Any) -> Network:
-    return Network(mlp(784, 100, classes), **settings)
-
-
-def plain(
-    parts: Callable[..., Any], classes: int, batches: int, *, rate: float, **point: float
-) -> Any:
-    """Return a method with point estimates."""
-    return parts(lr=rate, **LATER, **point), network(classes)
-
-
-def subclassed(classes: int, batches: int, *, rate: float, M: int) -> Any:
-    """Return FedAvg with M sub-classes of each label."""
-    return bf.FedAvg(lr=rate, **LATER), Network(mlp(784, 100, classes * M), subclasses=M)
-
-
-def ifca(classes: int, batches: int, *, rate: float, C: int) -> Any:
-    """Return FedAvg with C networks, of which each client has one."""
-    return bf.FedAvg(lr=rate, **LATER), network(classes, clusters=C)
-
-
-def pfedhn(classes: int, batches: int, *, rate: float, E: int) -> Any:
-    """Return FedPer with embeddings of E numbers as a client's own variables."""
-    return bf.FedPer(lr=rate, **LATER), HyperNetwork(mlp(784, 100, classes), embedding=E)
-
-
-def fedprox(classes: int, batches: int, *, rate: float, mu: float) -> Any:
-    return bf.FedAvg(lr=rate, proximal=mu, **LATER), network(classes)
-
-
-def maml(classes: int, batches: int, *, rate: float, inner: float) -> Any:
-    return bf.PerFedAvg(lr=inner, prior_lr=rate, **LATER), network(classes)
-
-
-def pfedme(classes: int, batches: int, *, rate: float, lam: float) -> Any:
-    """Return pFedMe, whose θ_i goes half of the way to w_i in a step."""
-    return bf.PFedMe(lam=lam, lr=rate, prior_lr=0.5 / lam, **LATER), network(classes)
-
-
-def abml(parts: Callable[..., Any], classes: int, batches: int, *, rate: float, lam: float) -> Any:
-    """Return FedABML or pFedBayes at rates of natural steps: η is ``rate``, η' of θ_i a half."""
-    algorithm = parts(lr=rate, prior_lr=0.5, kl_weight=lam, draws=3, **LATER)
-    return algorithm, network(classes, spread="learnt", scale=0.1)
-
-
-def plain_abml(classes: int, batches: int, *, rate: float, lam: float) -> Any:
-    """Return FedABML with gradient steps of one rate, as its Algorithm 1 has them."""
-    algorithm = bf.FedABML(
-        lr=rate, prior_lr=rate, natural=False, inner_steps=1, kl_weight=lam, draws=3, **LATER
-    )
-    return algorithm, network(classes, spread="learnt", scale=0.1)
-
-
-def pfedmap(classes: int, batches: int, *, rate: float, rho: float) -> Any:
-    """Return pFedMAP with a personal last layer on a shared body, as it was published."""
-    algorithm = bf.PFedMAP(lr=rate, body_lr=rate, optimizer="sgd", **LATER)
-    return algorithm, network(classes, local=["2."], scale=rho)
-
-
-def headed(parts: Callable[..., Any], classes: int, batches: int, *, rate: float) -> Any:
-    """Return a method with a personal last layer on a shared body."""
-    return parts(lr=rate, **LATER), network(classes, local=["2."])
-
-
-def vem(classes: int, batches: int, *, rate: float, head: float, **settings: Any) -> Any:
-    """Return PFedVEM with Adam for the head, as its authors' code has; ``rate`` is the body's."""
-    algorithm = bf.PFedVEM(lr=head, body_lr=rate, **LATER, **settings)
-    return algorithm, network(classes, local=["2."], spread="client", scale=0.1)
-
-
-def cafeme(classes: int, batches: int, *, rate: float, inner: float) -> Any:
-    """Return CAFeMe with as many steps on ω_i as the others take, each through one inner step on 20 rows.
-
-    Gates scale and shift. Momentum multiplies a rate by ten.
-    """
-    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100, film=True)
-    algorithm = bf.CAFeMe(
-        inner_lr=inner,
-        lr=rate / 10,
-        optimizer="momentum",
-        inner_steps=1,
-        outer_steps=batches,
-        support_rows=20,
-        **LATER,
-    )
-    return algorithm, model
-
-
-def gated(classes: int, batches: int, *, rate: float, inner: float) -> Any:
-    """Return CAFeMe with the gates of its eq. 4.4, five inner steps, and one gradient of the server's a round."""
-    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
-    algorithm = bf.CAFeMe(inner_lr=inner, lr=rate, inner_steps=5, outer_steps=1, **LATER)
-    return algorithm, model
-
-
-def pacpfl(classes: int, batches: int, *, rate: float, tau: float) -> Any:
-    """Return PACPFL with priors N(m, s²) over the weights; Adam's rate is ``rate`` / 100.
-
-    Clients condition by 60 draws. Particles start at draws of the hyper-prior, N(start, 0.1²); τ = 20 counts as a
-    hyper-prior that is √20 as wide.
-    """
-    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100, tau=tau, **LATER)
-    return algorithm, network(classes, spread="learnt", scale=0.02, hyper_scale=0.1)
-
-
-METHODS = {
-    "Local": Method(partial(plain, bf.Local), kept=True, rounds=20, fraction=1.0),
-    "FedAvg": Method(partial(plain, bf.FedAvg)),
-    "FedAvg, sub-classes": Method(subclassed, {"M": (1, 2, 4, 6, 8, 12)}, shares=True),
-    "IFCA": Method(ifca, {"C": (2, 3, 4, 6)}),
-    "pFedHN": Method(pfedhn, {"E": (4, 8, 16)}, kept=True),
-    "FedProx": Method(fedprox, {"mu": (0.01, 0.03, 0.1, 0.3, 1.0)}),
-    "FedNova": Method(partial(plain, bf.FedNova)),
-    "SCAFFOLD": Method(partial(plain, bf.Scaffold)),
-    "Per-FedAvg": Method(maml, {"inner": (0.03, 0.1, 0.3)}),
-    "pFedMe": Method(pfedme, {"lam": (0.5, 1.0, 2.0, 5.0, 15.0)}),
-    "pFedBayes": Method(partial(abml, bf.PFedBayes), {"lam": (0.02, 0.05, 0.1, 0.2)}),
-    "Ditto": Method(partial(plain, bf.Ditto), {"lam": (0.03, 0.1, 0.3, 1.0)}, kept=True),
-    "pFedMAP": Method(pfedmap, {"rho": (0.05, 0.1, 0.2, 0.5, 1.0)}, kept=True),
-    "FedPer": Method(partial(headed, bf.FedPer), kept=True),
-    "FedRep": Method(partial(headed, bf.FedRep), kept=True),
-    "FedBABU": Method(partial(headed, bf.FedBABU)),
-    "PFedVEM": Method(vem, {"head": (0.003, 0.01, 0.03, 0.1)}, kept=True),
-    "PFedVEM, all train": Method(
-        partial(vem, upload_fraction=0.1),
-        {"head": (0.001, 0.003, 0.01, 0.03)},
-        kept=True,
-        fraction=1.0,
-    ),
-    "CAFeMe": Method(cafeme, {"inner": (0.03, 0.1, 0.3, 1.0)}),
-    "CAFeMe, eq. 4.4": Method(gated, {"inner": (0.03, 0.1, 0.3, 1.0)}),
-    "PACPFL": Method(pacpfl, {"tau": (1.0, 5.0, 20.0, 80.0)}, kept=True, rounds=250, draws=60),
-    "FedABML": Method(partial(abml, bf.FedABML), {"lam": (0.3, 1.0, 3.0)}),
-    "FedABML, plain steps": Method(plain_abml, {"lam": (0.3, 1.0, 3.0)}),
-}
-
-
 JOINED = ("new_clients", "rotated_shards", "rotated_dirichlet")
 """Recipes in which new clients are judged."""
 
@@ -275,8 +113,18 @@ def with_epochs(steps: Any, epochs: int) -> Any:
 
 def fitted(
     task: recipes.Task, recipe: str, method: Method, point: dict[str, float], seed: int
+) -> list[bf.Posterior]:
+    """Return the posterior of each network before any personal steps."""
+    return [
+        fitted_network(task, recipe, method, point, seed + 1000 * number)
+        for number in range(method.networks)
+    ]
+
+
+def fitted_network(
+    task: recipes.Task, recipe: str, method: Method, point: dict[str, float], seed: int
 ) -> bf.Posterior:
-    """Return the posterior before any personal steps."""
+    """Return the posterior of one of a method's networks."""
     torch.manual_seed(seed)
     schedule = RECIPES[recipe]
     rows = task.train.rows / len(task.train)
@@ -293,7 +141,7 @@ def fitted(
         task.train,
         algorithm,
         rounds=method.rounds * schedule.rounds,
-        clients_per_round=method.fraction * schedule.fraction,
+        clients_per_round=method.fraction * schedule.fraction / method.networks,
         batch_size=schedule.batch,
         seed=seed,
     )
@@ -303,20 +151,24 @@ def fitted(
 
 
 def scores(
-    posterior: bf.Posterior,
+    posteriors: Sequence[bf.Posterior],
     own: bf.Federation,
     rows: bf.Federation,
     draws: int,
     rate: float,
     steps: Sequence[int],
 ) -> Scores:
-    """Return (accuracy %, NLL, ECE) after each number of personal steps on a client's own rows; none: as kept."""
+    """Return (accuracy %, NLL, ECE) after each number of personal steps on a client's own rows; none: as kept.
+
+    Several networks share the steps.
+    """
     found = []
     for count in steps or (None,):
-        personal = posterior
+        each = list(posteriors)
         if count is not None:
-            personal = posterior.personalize(own, steps=count, lr=rate, batch_size=50)
-        probabilities = personal.probabilities(rows, draws)["y"]
+            shared = math.ceil(count / len(each))
+            each = [one.personalize(own, steps=shared, lr=rate, batch_size=50) for one in each]
+        probabilities = sum(one.probabilities(rows, draws)["y"] for one in each) / len(each)
         overall = metrics.classification(probabilities, rows["y"], rows.owner, rows.names).overall
         found.append((100 * overall["accuracy"], overall["nll"], overall["ece"]))
     return found
@@ -329,11 +181,11 @@ def of_all_clients(posterior: bf.Posterior, rows: bf.Federation) -> bf.Federatio
 
 
 def both(
-    posterior: bf.Posterior, own: bf.Federation, rows: bf.Federation, *how: Any
+    posteriors: Sequence[bf.Posterior], own: bf.Federation, rows: bf.Federation, *how: Any
 ) -> dict[str, Scores]:
     """Return :func:`scores` with the label shares of all clients together (""), and with each client's own."""
-    alike = (of_all_clients(posterior, part) for part in (own, rows))
-    return {"": scores(posterior, *alike, *how), SHARES: scores(posterior, own, rows, *how)}
+    alike = (of_all_clients(posteriors[0], part) for part in (own, rows))
+    return {"": scores(posteriors, *alike, *how), SHARES: scores(posteriors, own, rows, *how)}
 
 
 def some_of(federation: bf.Federation, count: int) -> bf.Federation:
@@ -358,12 +210,12 @@ def judge(
     found: dict[str, list[tuple[float, float]]] = {"": [], SHARES: []}
 
     def add(rate: float, steps: tuple[int, ...]) -> None:
-        for row, judged in both(posterior, own, task.valid, method.draws, rate, steps).items():
+        for row, judged in both(posteriors, own, task.valid, method.draws, rate, steps).items():
             nlls = [nll if math.isfinite(nll) else math.inf for _, nll, _ in judged]
             found[row].append((min(nlls), rate))
 
     try:
-        posterior = fitted(task, recipe, method, point, 0)
+        posteriors = fitted(task, recipe, method, point, 0)
         if is_kept(recipe, name):
             add(math.nan, ())
             return found
@@ -395,10 +247,10 @@ def measure(
     """Return the test scores of a seed, of both rows."""
     method = METHODS[name]
     task = RECIPES[recipe].make(data, seed)
-    posterior = fitted(task, recipe, method, point, seed)
+    posteriors = fitted(task, recipe, method, point, seed)
     own, rows = (task.train, task.test) if task.new is None else task.new
     steps = () if is_kept(recipe, name) else RECIPES[recipe].steps
-    return both(posterior, own, rows, method.draws, rate, steps)
+    return both(posteriors, own, rows, method.draws, rate, steps)
 
 
 def table(recipe: str, given: Any) -> None:

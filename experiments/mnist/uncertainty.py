@@ -26,7 +26,8 @@ import numpy as np
 import recipes
 import torch
 import torch.nn.functional as functional
-from run import HERE, METHODS, fitted, of_all_clients, runner
+from methods import METHODS
+from run import HERE, fitted_network, of_all_clients, runner
 from scipy.stats import gaussian_kde
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
@@ -90,7 +91,7 @@ def entropies(data: str, method: str, seed: int) -> list[list[np.ndarray]]:
     source = recipes.load(data)
     task = recipes.few_images(source, seed)
     point, rate = CHOSEN[method]
-    posterior = fitted(task, "few_images", METHODS[method], point, seed)
+    posterior = fitted_network(task, "few_images", METHODS[method], point, seed)
     own = posterior.personalize(of_all_clients(posterior, task.train), steps=50, lr=rate)
     others = (unseen(task, source, seed), turned(task.test), from_another_source(task.test, seed))
     found = []
