@@ -6,7 +6,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from bayesfed.rules import Stein
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.elbo import noise
+from bayesfed.engine import rounds
+from bayesfed.engine.parts import nested
+from bayesfed.rules import Stein, Turn
 from bayesfed.rules.stein import newton_step, stein_direction
 
 float64 = pytest.mark.usefixtures("float64")
@@ -79,3 +84,19 @@ def test_a_particle_climbs_where_the_density_curves_upwards():
     score, curvature = torch.tensor([[0.0], [-1.0], [-200.0]]), torch.tensor([100.0, 100.0, -400.0])
     step, _ = newton_step(phi, score, curvature[:, None, None])
     assert float(step[2]) == pytest.approx(-0.25, rel=1e-6)
+
+
+def test_a_round_without_all_clients_is_no_gradient_of_a_single_particle():
+    """The step of the last round is taken again, shorter: part of a sum would be followed as if it were all of it."""
+    run = bf.start(models.eight_schools, datasets.eight_schools(), bf.PFedGP())
+    while float(run.server["newton"]["probe"]) or not run.server["newton"]["step"].any():
+        bf.step(run)
+    program, before = run.program, run.server
+    question = rounds.ask(run)
+    total = nested(rounds.answer(run, question).total)
+    turn = Turn(program, noise.key(0), program.clients, steps=run.plan.algorithm.steps, whole=True)
+    after, _ = run.plan.algorithm.decode(turn.of(program.clients - 1), before, total)
+    torch.testing.assert_close(after["newton"]["step"], before["newton"]["step"] / 2)
+    torch.testing.assert_close(after["newton"]["base"], before["newton"]["base"])
+    whole, _ = run.plan.algorithm.decode(turn, before, total)
+    assert not torch.equal(whole["newton"]["base"], before["newton"]["base"])
