@@ -35,6 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ import runner  # noqa: E402
 
 RATES = (0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 PERSONAL = (0.03, 0.1, 0.3)
+PERSONAL_RATE = "personal rate"
 JUDGED = 30
 """The number of clients whose validation images settings are chosen by."""
 SHARES = ", label shares"
@@ -146,6 +148,7 @@ def fitted_network(
         clients_per_round=method.fraction * schedule.fraction / method.networks,
         batch_size=schedule.batch,
         seed=seed,
+        execution=bf.Execution(compile=True) if method.compiled else None,
     )
     for _ in range(method.rounds * schedule.rounds):
         bf.step(run)
@@ -200,48 +203,41 @@ def some_of(federation: bf.Federation, count: int) -> bf.Federation:
 
 
 def judge(
-    data: str, recipe: str, name: str, point: dict[str, float]
-) -> dict[str, list[tuple[float, float]]]:
-    """Return (validation NLL, personal rate) of both rows of a method at a point of its grid, on seed 0.
+    task: recipes.Task, recipe: str, name: str, posteriors: Sequence[bf.Posterior], rate: float
+) -> dict[str, float]:
+    """Return the validation NLL of both rows of a method at a personal rate, the lower of before and after all steps.
 
     Where new clients are judged, old ones personalise with as few rows as these have.
     """
-    method, last = METHODS[name], RECIPES[recipe].steps[-1]
-    task = RECIPES[recipe].make(data, 0)
     own = task.train if task.new is None else some_of(task.train, RECIPES[recipe].own_rows)
     first = task.train.names[:JUDGED]
-    own, valid = own.select(first), task.valid.select(first)
-    found: dict[str, list[tuple[float, float]]] = {"": [], SHARES: []}
-
-    def add(rate: float, steps: tuple[int, ...]) -> None:
-        for row, judged in both(posteriors, own, valid, method.draws, rate, steps).items():
-            nlls = [nll if math.isfinite(nll) else math.inf for _, nll, _ in judged]
-            found[row].append((min(nlls), rate))
-
-    try:
-        posteriors = fitted(task, recipe, method, point, 0)
-        if is_kept(recipe, name):
-            add(math.nan, ())
-            return found
-        add(PERSONAL[0], (0,))
-        for rate in PERSONAL:
-            add(rate, (last,))
-    except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
-        return {row: [(math.inf, math.nan)] for row in found}
-    return found
+    steps = () if is_kept(recipe, name) else (0, RECIPES[recipe].steps[-1])
+    how = METHODS[name].draws, rate, steps
+    found = both(posteriors, own.select(first), task.valid.select(first), *how)
+    nlls = {row: [nll for _, nll, _ in each] for row, each in found.items()}
+    return {
+        row: min(x if math.isfinite(x) else math.inf for x in each) for row, each in nlls.items()
+    }
 
 
 def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, float], float]]:
-    """Return the lowest validation NLL of both rows of a method, its settings and its personal rate."""
+    """Return the lowest validation NLL of both rows of a method, its settings and its personal rate, on seed 0."""
+    method, task = METHODS[name], RECIPES[recipe].make(data, 0)
+    fit = cache(lambda **point: fitted(task, recipe, method, point, 0))
     tried: dict[str, list[tuple[float, dict[str, float], float]]] = {"": [], SHARES: []}
 
     def loss(point: dict[str, float]) -> float:
-        found = judge(data, recipe, name, point)
-        for row, judged in found.items():
-            tried[row] += [(nll, point, rate) for nll, rate in judged]
-        return min(nll for nll, _ in found[SHARES if METHODS[name].shares else ""])
+        rate = point.pop(PERSONAL_RATE, math.nan)
+        try:
+            found = judge(task, recipe, name, fit(**point), rate)
+        except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
+            found = dict.fromkeys(tried, math.inf)
+        for row, nll in found.items():
+            tried[row].append((nll, point, rate))
+        return found[SHARES if method.shares else ""]
 
-    runner.descend(loss, {"rate": RATES} | METHODS[name].grid)
+    personal = {} if is_kept(recipe, name) else {PERSONAL_RATE: PERSONAL}
+    runner.descend(loss, {"rate": RATES} | method.grid | personal)
     return {row: min(found, key=lambda one: one[0]) for row, found in tried.items()}
 
 
@@ -263,9 +259,9 @@ def table(recipe: str, given: Any) -> None:
     calls = [(data, recipe, name) for name in given.methods]
     rows, chosen = {}, {}
     for (_, _, name), found in runner.results(tune, calls, given):
-        grid = {"rate": RATES, "personal rate": PERSONAL, **METHODS[name].grid}
+        grid = {"rate": RATES, PERSONAL_RATE: PERSONAL, **METHODS[name].grid}
         for row, (_, point, rate) in found.items():
-            values = {**point} if is_kept(recipe, name) else {**point, "personal rate": rate}
+            values = {**point} if is_kept(recipe, name) else {**point, PERSONAL_RATE: rate}
             chosen[name + row] = "; ".join(
                 f"{setting} {value:g} of {grid[setting][0]:g} to {grid[setting][-1]:g}"
                 for setting, value in values.items()
