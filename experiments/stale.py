@@ -2,11 +2,11 @@
 
     python experiments/stale.py
 
-Of every table: the oldest commit that its lines "Made by" name, how many commits have changed the package (bayesfed,
-models, guides), its script or what that imports of the repository since then, and how many of its rows are older still.
-A table is
+Of every table: the oldest commit that its lines "Made by" name, how many files of the package (bayesfed, models,
+guides), of its script and of what that imports of the repository have other code since then, and how many of its rows
+are older still. Comments and docstrings are no code. A table is
 
-    current         no commit since has changed them
+    current         none has
     older           some have
     uncommitted     made from code with changes that were not committed (-dirty)
     without header  it does not say which commit made it
@@ -69,15 +69,38 @@ def imported(root: Path, path: Path) -> list[Path]:
 
 
 def changes(root: Path, commit: str, text: str) -> int | None:
-    """Return how many commits since one have changed the code of a table, or None if git has no such commit."""
+    """Return how many files of the code of a table have changed since a commit, or None if git has no such commit."""
     used = [path.relative_to(root).as_posix() for path in sorted(scripts(root, text))]
-    done = subprocess.run(
-        ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *CODE, *used],
-        cwd=root,
-        capture_output=True,
-        text=True,
+    done = git(
+        root, "diff", "--raw", "--no-renames", "--no-abbrev", commit, "HEAD", "--", *CODE, *used
     )
-    return None if done.returncode else int(done.stdout)
+    if done.returncode:
+        return None
+    files = [line.split("\t") for line in done.stdout.splitlines()]
+    blobs = [found.split()[2:4] for found, name in files if name.endswith((".py", ".pyi"))]
+    return sum(code(root, old) != code(root, new) for old, new in blobs)
+
+
+@cache
+def code(root: Path, blob: str) -> str:
+    """Return a stored file's syntax tree without its docstrings; nothing where there was no file."""
+    done = git(root, "cat-file", "blob", blob)
+    tree = ast.parse(done.stdout if not done.returncode else "")
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [each for each in body if not is_text(each)]
+    return ast.dump(tree)
+
+
+def is_text(node: ast.AST) -> bool:
+    """Return whether a statement is only a string, as docstrings are."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def git(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run git."""
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
 
 
 def states(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -91,7 +114,7 @@ def states(root: Path) -> Iterator[tuple[str, str, str]]:
             yield name, "without header", f"names {', '.join(named)}, not here" if named else ""
             continue
         oldest = max(counted, key=lambda each: counted[each])
-        said = f"{oldest}, changes since: {counted[oldest]}"
+        said = f"{oldest}, files changed since: {counted[oldest]}"
         said += "".join(f", {rows}" for rows in re.findall(r"\d+ of \d+ rows are older", text))
         dirty = any(each.endswith("-dirty") for each in named)
         state = "older" if counted[oldest] else "uncommitted" if dirty else "current"

@@ -85,11 +85,13 @@ def test_a_table_is_as_old_as_its_code(project):
     header = f"Made by `python experiments/a.py`, 2026-01-01, commit {made}, bayesfed 0.1.0."
     commit("experiments/a.md", header)
     commit("docs/a.md", "words")
-    assert state(folder) == ("current", f"{made}, changes since: 0")
+    assert state(folder) == ("current", f"{made}, files changed since: 0")
+    commit("bayesfed/fit.py", '"""Words."""\n1  # more words')
+    assert state(folder) == ("current", f"{made}, files changed since: 0")
     commit("models/b.py", "1")
-    assert state(folder) == ("older", f"{made}, changes since: 1")
+    assert state(folder) == ("older", f"{made}, files changed since: 1")
     commit("experiments/a.py", "1")
-    assert state(folder) == ("older", f"{made}, changes since: 2")
+    assert state(folder) == ("older", f"{made}, files changed since: 2")
 
 
 def test_a_table_depends_on_what_its_script_imports(project):
@@ -101,10 +103,10 @@ def test_a_table_depends_on_what_its_script_imports(project):
     header = f"Made by `python experiments/few/a.py`, 2026-01-01, commit {made}, bayesfed 0.1.0."
     commit("experiments/few/a.md", header)
     commit("experiments/few/b.py", "1")
-    assert state(folder) == ("current", f"{made}, changes since: 0")
-    commit("experiments/shared.py", "from tests.data import x  # changed")
+    assert state(folder) == ("current", f"{made}, files changed since: 0")
+    commit("experiments/shared.py", "from tests.data import x as y")
     commit("tests/data.py", "x = 2")
-    assert state(folder) == ("older", f"{made}, changes since: 2")
+    assert state(folder) == ("older", f"{made}, files changed since: 2")
 
 
 def test_the_oldest_commit_counts(project):
@@ -113,14 +115,14 @@ def test_the_oldest_commit_counts(project):
     second = commit("bayesfed/fit.py", "2")
     text = f"Made by `a`, commits {second} and {first}. 3 of 5 rows are older."
     commit("experiments/a.md", text)
-    assert state(folder) == ("older", f"{first}, changes since: 1, 3 of 5 rows are older")
+    assert state(folder) == ("older", f"{first}, files changed since: 1, 3 of 5 rows are older")
 
 
 def test_code_that_was_not_committed(project):
     folder, commit = project
     made = commit("bayesfed/fit.py", "1")
     commit("experiments/a.md", f"Made by `a`, commit {made}-dirty, bayesfed 0.1.0.")
-    assert state(folder) == ("uncommitted", f"{made}-dirty, changes since: 0")
+    assert state(folder) == ("uncommitted", f"{made}-dirty, files changed since: 0")
 
 
 @pytest.mark.parametrize("text", ["| a |\n| --- |\n", "Made by `a`, commit 1234567.\n"])

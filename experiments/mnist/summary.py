@@ -6,7 +6,7 @@ From the tables of run.py beside it, whose dates and commits hold. A line is a r
 stands for methods whose clients keep their variables or condition on their rows, beside FedAvg after its last number of
 steps. Cells have the accuracy in percent, or the NLL, of the best method, and how far it is ahead of tuned FedAvg after
 as many steps: the margin ± its standard error, the root of the sum of both squared errors over seeds. The last two
-columns leave out the label shares and sub-classes of this package. Where FedAvg is the best the cell says so.
+columns leave out label shares, sub-classes and two networks. Where FedAvg is the best the cell says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import runner  # noqa: E402
 RECIPES = ("few_images", "small_shards", "concept_drift", "new_clients")
 RECIPES += ("dirichlet_03", "dirichlet_1", "balanced_test", "rotated_shards", "rotated_dirichlet")
 COLUMNS = "recipe | steps | FedAvg | best accuracy | best NLL | accuracy, others' methods | NLL, others' methods"
-OURS = ("label shares", "sub-classes")
+OURS = ("label shares", "sub-classes", "two networks")
 Score = tuple[float, float]
 """A mean over seeds and its standard error."""
 
