@@ -145,7 +145,7 @@ def pacpfl(classes: int, batches: int, *, rate: float, tau: float) -> Any:
     Clients condition by 60 draws. Particles start at draws of the hyper-prior, N(start, 0.1²); τ = 20 counts as a
     hyper-prior that is √20 as wide.
     """
-    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100, tau=tau, **LATER)
+    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100, tau=tau)
     return algorithm, network(classes, spread="learnt", scale=0.02, hyper_scale=0.1)
 
 

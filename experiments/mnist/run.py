@@ -46,6 +46,7 @@ from methods import METHODS, Method
 import bayesfed as bf
 from bayesfed import metrics
 from bayesfed.models import LabelShares, start_subclasses
+from bayesfed.settings import SettingsError
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -230,6 +231,8 @@ def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, 
         rate = point.pop(PERSONAL_RATE, math.nan)
         try:
             found = judge(task, recipe, name, fit(**point), rate)
+        except SettingsError:
+            raise
         except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
             found = dict.fromkeys(tried, math.inf)
         for row, nll in found.items():
