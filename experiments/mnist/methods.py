@@ -98,8 +98,11 @@ def plain_abml(classes: int, batches: int, *, rate: float, lam: float) -> Any:
 
 
 def pfedmap(classes: int, batches: int, *, rate: float, rho: float) -> Any:
-    """Return pFedMAP with a personal last layer on a shared body, as it was published."""
-    algorithm = bf.PFedMAP(lr=rate, body_lr=rate, optimizer="sgd", **LATER)
+    """Return pFedMAP with a personal last layer on a shared body, as it was published.
+
+    The body's gradients are divided by their root mean square, so that its steps are a hundredth.
+    """
+    algorithm = bf.PFedMAP(lr=rate, body_lr=rate / 100, optimizer="sgd", **LATER)
     return algorithm, network(classes, local=["2."], scale=rho)
 
 
@@ -109,8 +112,8 @@ def headed(parts: Callable[..., Any], classes: int, batches: int, *, rate: float
 
 
 def vem(classes: int, batches: int, *, rate: float, head: float, **settings: Any) -> Any:
-    """Return PFedVEM with Adam for the head, as its authors' code has; ``rate`` is the body's."""
-    algorithm = bf.PFedVEM(lr=head, body_lr=rate, **LATER, **settings)
+    """Return PFedVEM with Adam for the head, as its authors' code has; the body's steps are as in pFedMAP."""
+    algorithm = bf.PFedVEM(lr=head, body_lr=rate / 100, **LATER, **settings)
     return algorithm, network(classes, local=["2."], spread="client", scale=0.1)
 
 
@@ -163,20 +166,20 @@ METHODS = {
     "FedProx": Method(fedprox, {"mu": (0.01, 0.03, 0.1, 0.3, 1.0)}),
     "FedNova": Method(partial(plain, bf.FedNova)),
     "SCAFFOLD": Method(partial(plain, bf.Scaffold)),
-    "Per-FedAvg": Method(maml, {"inner": (0.03, 0.1, 0.3)}, compiled=True),
+    "Per-FedAvg": Method(maml, {"inner": (0.01, 0.03, 0.1, 0.3)}, compiled=True),
     "pFedMe": Method(pfedme, {"lam": (0.5, 1.0, 2.0, 5.0, 15.0)}, compiled=True),
     "pFedBayes": Method(
         partial(abml, bf.PFedBayes), {"lam": (0.02, 0.05, 0.1, 0.2)}, compiled=True
     ),
     "Ditto": Method(partial(plain, bf.Ditto), {"lam": (0.03, 0.1, 0.3, 1.0)}, kept=True),
-    "pFedMAP": Method(pfedmap, {"rho": (0.05, 0.1, 0.2, 0.5, 1.0)}, kept=True),
+    "pFedMAP": Method(pfedmap, {"rho": (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)}, kept=True),
     "FedPer": Method(partial(headed, bf.FedPer), kept=True),
     "FedRep": Method(partial(headed, bf.FedRep), kept=True),
     "FedBABU": Method(partial(headed, bf.FedBABU)),
-    "PFedVEM": Method(vem, {"head": (0.003, 0.01, 0.03, 0.1)}, kept=True),
+    "PFedVEM": Method(vem, {"head": (0.003, 0.01, 0.03, 0.1, 0.3)}, kept=True),
     "PFedVEM, all train": Method(
         partial(vem, upload_fraction=0.1),
-        {"head": (0.001, 0.003, 0.01, 0.03)},
+        {"head": (0.001, 0.003, 0.01, 0.03, 0.1)},
         kept=True,
         fraction=1.0,
     ),

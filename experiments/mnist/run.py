@@ -9,12 +9,13 @@ descent but for the heads of PFedVEM. Then every client takes some gradient step
 network; stateful methods, and PACPFL, which only conditions (one step a round, 250 rounds), have a column "kept"
 instead. The prediction of a posterior is the mean over 20 draws of it (60 with PACPFL).
 
-Rates of local and of personal steps are chosen from the values in the last column, and a setting of its own where a
-method has one. Rows that were made later have more values ("0.03 to 1": eight), which favours them. Choices are made on
-seed 0, by the NLL on validation images of the first 30 clients without personal steps or after the last number of them,
-whichever is lower. The search starts in the middle of the values and goes to a neighbour while that is better, so that
-the choice is better than both of its neighbours. The table is of test images, mean ± standard error over the seeds:
-accuracy % / NLL / ECE of all clients' rows together.
+Rates of local and of personal steps are chosen from eight and three values, and a setting of its own where a method has
+one, of those in the last column. Rates with gradients that are scaled are a part of the one in the table: a hundredth
+for the bodies of PFedVEM and pFedMAP and for PACPFL, a tenth for CAFeMe with momentum. Rows that were made earlier have
+fewer values. Choices are made on seed 0, by the NLL on validation images of the first 30 clients without personal steps
+or after the last number of them, whichever is lower. The search starts in the middle of the values and goes to a
+neighbour while that is better, so that the choice is better than both of its neighbours. The table is of test images,
+mean ± standard error over the seeds: accuracy % / NLL / ECE of all clients' rows together.
 
 Every method has a second row, in which predictions and personal steps have the clients' label shares as well
 (bayesfed.models.label_shares), with the best settings for it among those that the search tried. Where clients' label
