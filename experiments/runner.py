@@ -42,6 +42,8 @@ import bayesfed
 ROOT = Path(__file__).resolve().parents[1]
 RADON, MNIST = ROOT / "shared/data/radon_mn.json", ROOT / "shared/data/mnist.npz"
 RAW = ROOT / "runs/raw"
+COMMITS = set[str]()
+"""The commits whose results this process has used."""
 Call = tuple[Any, ...]
 
 
@@ -112,13 +114,15 @@ def results(
     stored = _stored(store) if given.resume else {}
     begin, missing = time.perf_counter(), []
     for call in calls:
-        if _key(measure, call) in stored:
-            yield call, stored[_key(measure, call)]
+        if entry := stored.get(_key(measure, call)):
+            COMMITS.add(entry["commit"])
+            yield call, entry["result"]
         else:
             missing.append(call)
     for number, (call, result) in enumerate(_fresh(measure, missing, given.jobs, threads, alone)):
+        COMMITS.add(commit := _commit())
         with store.open("a") as out:
-            line = {"call": _key(measure, call), "result": result, "commit": _commit()}
+            line = {"call": _key(measure, call), "result": result, "commit": commit}
             out.write(json.dumps(line) + "\n")
         seconds = time.perf_counter() - begin
         print(f"{seconds:6.0f} s  {number + 1} of {len(missing)}: {call}", file=sys.stderr)
@@ -172,12 +176,12 @@ def _key(measure: Callable[..., Any], call: Call) -> str:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """Return the stored results by call; a line that was cut off by a kill is left out."""
+    """Return the stored lines by call; one that was cut off by a kill is left out."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         if line.endswith("}"):
             entry = json.loads(line)
-            found[entry["call"]] = entry["result"]
+            found[entry["call"]] = entry
     return found
 
 
@@ -378,8 +382,10 @@ def header() -> str:
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     command = " ".join(["python", str(script), *(f'"{w}"' if " " in w else w for w in words)])
+    commits = sorted(COMMITS or {_commit()})
+    named = f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
     return (
-        f"Made by `{command}`, {datetime.date.today()}, commit {_commit()}, bayesfed {bayesfed.__version__}, "
+        f"Made by `{command}`, {datetime.date.today()}, {named}, bayesfed {bayesfed.__version__}, "
         f"torch {torch.__version__}, {machine()}."
     )
 

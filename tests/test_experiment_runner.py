@@ -21,6 +21,7 @@ Cells are sums of ``seed`` and more.
 def run(tmp_path, monkeypatch):
     """Run a script with two rows of two seeds; returns the seeds that it has measured and its table."""
     monkeypatch.setattr(runner, "RAW", tmp_path / "raw")
+    monkeypatch.setattr(runner, "COMMITS", set())
     monkeypatch.setattr(sys.modules["__main__"], "__doc__", DOC)
     path = tmp_path / "made.md"
 
@@ -64,6 +65,19 @@ def test_a_killed_run_goes_on(run):
     measured, lines = run("--resume")
     assert measured == [("one", 1), ("three", 0), ("three", 1)]
     assert lines[8:] == ["| one | 7 |", "| three | 11 |"]
+
+
+def test_stored_results_keep_the_commit_that_made_them(run, monkeypatch):
+    monkeypatch.setattr(runner, "_commit", lambda: "1234567")
+    run("one")
+    monkeypatch.setattr(runner, "_commit", lambda: "abcdef0")
+    runner.COMMITS.clear()
+    measured, lines = run("--resume")
+    assert measured == [("three", 0), ("three", 1)]
+    assert ", commits 1234567 and abcdef0, bayesfed" in lines[0]
+    runner.COMMITS.clear()
+    _, lines = run()
+    assert ", commit abcdef0, bayesfed" in lines[0]
 
 
 def test_other_settings_leave_the_table(run, tmp_path):
