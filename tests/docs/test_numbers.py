@@ -289,6 +289,22 @@ def _label_shares():
     return tuple(found)
 
 
+@claim(
+    "networks.md",
+    "two networks with label shares have {} % and an NLL of {}, one has {} % and {} "
+    "(`experiments/mnist/few_images.md`); where clients mean different digits by a label, two networks with "
+    "sub-classes have {} % and {}, one has {} % and {}",
+)
+def _two_networks():
+    found = []
+    for name, extra in (("few_images", "label shares"), ("concept_drift", "sub-classes")):
+        rows = {row["method"][0]: row for row in table(f"mnist/{name}")}
+        for method in (f"FedAvg, two networks, {extra}", f"FedAvg, {extra}"):
+            accuracy, _, nll, *_ = re.findall(NUMBER, rows[method]["0 steps"][0])
+            found += [accuracy, nll]
+    return tuple(found)
+
+
 @pytest.mark.parametrize(("page", "sentence", "of"), CLAIMS, ids=[c[2].__name__ for c in CLAIMS])
 def test_that_numbers_are_those_of_the_table(page, sentence, of):
     text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
