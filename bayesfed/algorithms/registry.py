@@ -216,7 +216,7 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         >>> settings_of(bf.SFVI(global_guide=bf.MeanField(), lr=0.1))["global_guide"]
         {'name': 'MeanField', 'init_scale': 0.3}
         >>> settings_of(bf.FedAvg().replace(lr_decay=0.1))["rule"]
-        {'name': 'Mean', 'by': 'rows'}
+        {'name': 'Mean', 'by': 'rows', 'averaged_rounds': 1}
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(

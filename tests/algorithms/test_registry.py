@@ -92,6 +92,7 @@ def test_a_rule_of_ones_own_is_stored_by_its_module():
     assert data["rule"] == {
         "name": f"{HERE}:Trimmed",
         "by": "rows",
+        "averaged_rounds": 1,
         "most": 2.0,
     }
     assert reference(Trimmed) == f"{HERE}:Trimmed"

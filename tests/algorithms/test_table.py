@@ -18,8 +18,8 @@ from bayesfed.steps import Descent
 
 NAMES = sorted(METHODS)
 SIGNATURES = {
-    "FedAvg": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
-    "FedProx": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
+    "FedAvg": "lr local_epochs local_steps optimizer proximal averaged_rounds lr_decay personal_steps",
+    "FedProx": "lr local_epochs local_steps optimizer proximal averaged_rounds lr_decay personal_steps",
     "FedNova": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
     "Scaffold": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
     "FedCurv": "lam lr local_epochs local_steps lr_decay personal_steps",
