@@ -28,7 +28,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
 from bayesfed.guides.laplace import gaussian_params
 from bayesfed.guides.precisions import definite
-from bayesfed.rules.quasi_newton import advance_round, begin
+from bayesfed.rules.quasi_newton import advance, begin
 from bayesfed.rules.rule import NO_TERM, Progress, Rule, Turn, mean_of, weighted_sum
 from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.optimizer import State
@@ -123,7 +123,7 @@ class MeanAndVariance(Rule):
         if "newton" not in server:
             return {"q": q | {"loc": q["loc"] + mean["move"], "variance": variance}}, NO_TERM
         at, move = {LOC: q["loc"]}, {LOC: mean["gradient"] * q["unit"].square()}
-        theta, newton = advance_round(turn, {LOC: q["unit"]}, server["newton"], at, move)
+        theta, newton = advance(turn, {LOC: q["unit"]}, server["newton"], at, move)
         return {"q": q | {"loc": theta[LOC], "variance": variance}, "newton": newton}, NO_TERM
 
     def progress(self, turn: Turn, server: Server) -> Progress | None:

@@ -63,28 +63,19 @@ def begin(program: Program, names: list[str] | None) -> Params:
 
 
 def advance(
-    program: Program, units: Params, state: Params, theta: Params, move: Params
+    turn: Turn, units: Params, state: Params, theta: Params, move: Params
 ) -> tuple[Params, Params]:
     """Return the next θ and state from the mean of single steps, per row; of the θ that they move.
 
-    ``units``: of some parameters, 1 for the others.
+    A round in which some client is missing has no gradient. ``units``: of some parameters, 1 for the others.
     """
     theta, unit, x, g = in_units(units, theta, move)
     probing = bool(state["probe"] > 0)
-    if not g.isfinite().all():
+    if not (turn.whole and g.isfinite().all()):
         found = {"base": x - state["step"], "step": state["step"] * (1.0 if probing else 0.5)}
     else:
-        found = _probed(state, x, g) if probing else _stepped(state, x, g, program.rows)
+        found = _probed(state, x, g) if probing else _stepped(state, x, g, turn.program.rows)
     return shaped((found["base"] + found["step"]) * unit, theta), state | found
-
-
-def advance_round(
-    turn: Turn, units: Params, state: Params, theta: Params, move: Params
-) -> tuple[Params, Params]:
-    """Return :func:`advance` after a round; a round in which some client is missing has no gradient."""
-    if not turn.whole:
-        move = {name: torch.full_like(value, torch.nan) for name, value in move.items()}
-    return advance(turn.program, units, state, theta, move)
 
 
 def in_units(units: Params, theta: Params, move: Params) -> tuple[Params, Tensor, Tensor, Tensor]:
@@ -189,5 +180,5 @@ class ByMeanMove(Rule):
         program = turn.program
         if "step" not in state:  # clients are at their own optimum, and θ stays
             return {"theta": theta, "newton": {"calm": (state["calm"] + 1) * turn.whole}}
-        found, state = advance_round(turn, prior_units(program), state, theta, move)
+        found, state = advance(turn, prior_units(program), state, theta, move)
         return {"theta": theta | found, "newton": state}

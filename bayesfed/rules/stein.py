@@ -37,7 +37,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.fisher import scaled
 from bayesfed.guides.globals import Particles
 from bayesfed.guides.particles import FEW, PARTICLE, PARTICLES
-from bayesfed.rules.quasi_newton import advance_round, begin
+from bayesfed.rules.quasi_newton import advance, begin
 from bayesfed.rules.rule import NO_TERM, Rule, Turn
 from bayesfed.steps import optimizer
 from bayesfed.steps.evidence import exact, particle_curvature, particle_gradients
@@ -173,7 +173,7 @@ class Stein(Rule):
         score[PARTICLES] = units[PARTICLES] * score[PARTICLES]
         if "newton" in server and len(phi) == 1:  # a point, as PFedGP's
             move = {n: v / program.rows for n, v in scaled(score, units).items()}
-            found, newton = advance_round(turn, units, server["newton"], server["params"], move)
+            found, newton = advance(turn, units, server["newton"], server["params"], move)
             return server | {"params": found, "newton": newton}, term
         own = phi.detach() / units[PARTICLES]
         if curvature is None:
