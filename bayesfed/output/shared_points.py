@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from bayesfed.data.absent import are_absent
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.noise import Draw, key
 from bayesfed.elbo.program import Params, Program
@@ -130,8 +131,10 @@ def keep_points(fitted: Fitted, points: SharedPoints) -> None:
 
 
 def _pay(fitted: Fitted, count: int) -> bool:
-    """Return whether clients have a block of few local variables, and clients, rows and draws of θ are many."""
+    """Return whether clients have a block of few local variables, and clients, rows here and draws of θ are many."""
     program, guide = fitted.program, fitted.program.guide
+    if are_absent(fitted.federation.fields):
+        return False
     few = program.clients < (CLIENTS if program.rows >= EACH * program.clients else ENOUGH)
     many = count >= FEWEST and count * fitted.rows_read >= MANY
     if few or not many or not has_block(program):

@@ -16,6 +16,17 @@ from bayesfed.cli import report
 from bayesfed.cli.experiment import read_experiment
 from tests.cli.experiments import fails, rows
 
+# -- ways to start ---------------------------------------------------------------------------------
+
+
+def test_python_runs_the_package_as_a_module():
+    """Where scripts are not on the path; a mistake has the exit status of the script."""
+    start = [sys.executable, "-m", "bayesfed"]
+    shown = subprocess.run([*start, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["bayesfed", bf.__version__]
+    assert subprocess.run([*start, "run", "none.toml"], capture_output=True).returncode == 2
+
+
 # -- run ------------------------------------------------------------------------------------------
 
 

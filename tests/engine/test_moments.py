@@ -47,6 +47,22 @@ def hierarchy(scale=1.0, slopes=("x", "arm"), outcome=None):
     return model
 
 
+def intercepts_and_slopes(scale):
+    """A random intercept and slope, as which the globals move the rows; None is a random scale."""
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        tau = pyro.sample("tau", dist.HalfNormal(torch.ones(2)).to_event(1))
+        sigma = pyro.sample("sigma", dist.HalfNormal(1.0)) if scale is None else scale
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(torch.zeros(2), tau).to_event(1))
+            with federation.observations() as obs:
+                mean = (b + u)[..., 0] + (b + u)[..., 1] * obs["x"]
+                pyro.sample("y", dist.Normal(mean, sigma), obs=obs.get("y"))
+
+    return model
+
+
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
     path = tmp_path_factory.mktemp("moments") / "moments.safetensors"
@@ -80,6 +96,19 @@ def test_a_fit_is_that_of_the_rows(moments, model, algorithm):
     close(found.sample(200), expected.sample(200), 0.02)
     close(found.derived(num_samples=200), expected.derived(num_samples=200), 0.02)
     torch.testing.assert_close(found.elbo(50), expected.elbo(50), rtol=1e-4, atol=0.02)
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_a_corrected_fit_of_many_clients_reads_no_rows(scale):
+    """So many that clients' densities at shared points would pay, if rows were here; a known or a random scale."""
+    rows, model, how = (
+        data(60),
+        intercepts_and_slopes(scale),
+        {"progress": False, "execution": EAGER},
+    )
+    found = bf.fit(model, bf.Moments.of(rows).federation(), **how).sample(4000)
+    expected = bf.fit(model, rows, **how).sample(4000)
+    close(found, {name: expected[name] for name in ("b", "tau")}, 0.1)
 
 
 @pytest.fixture(scope="module")
