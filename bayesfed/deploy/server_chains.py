@@ -79,10 +79,9 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
     assert run.file is not None
     path = run.file.path.with_name(run.file.path.name + ".chains")
     of: dict[str, Any] = {"run": run_name(run), "rounds": run.done, "chains": count}
-    q = replace(posterior, correction=None)  # the chains start there
     chains = sample_chains(
-        q,
-        move=_move(institutions, run, q),
+        posterior,
+        move=_move(institutions, run, posterior),
         resume=ChainsFile(path, of),
         look=look,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -170,7 +171,8 @@ def sample_chains(
     """Draw the global vector from the posterior by Hamiltonian Monte Carlo.
 
     Args:
-        fitted: q of all clients of the fit, for which :func:`can_sample` is true.
+        fitted: q of all clients of the fit, for which :func:`can_sample` is true. The chains start at draws from its
+            correction by importance sampling if these are certain, else at draws from q.
         seed: seed of starts, momenta and acceptances.
         move: moves the variables of all clients; by default those of ``fitted``.
         resume: stores the chains after each trajectory; if the file has them, they go on from there.
@@ -195,6 +197,7 @@ def sample_chains(
         move = MoveHere(ChainClients.of(fitted, count, key))
         size = sum(fitted.program.randomness[GLOBAL][0].tail)
         needed = max(needed, draws_for_quantiles(size))
+    fitted = _starts(fitted)
     draws = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0]
     coordinates = find_prior_coordinates(fitted.program, fitted.params, draws)
     server = Server(fitted.program, fitted.params, key, move, coordinates)
@@ -222,6 +225,18 @@ def sample_chains(
                 look(found)
                 if ended or found.mixed or _are_stuck(found, most):
                     return found
+
+
+def _starts(fitted: Fitted) -> Fitted:
+    """Return what chains start from: the correction of q by importance sampling if it is certain, else q.
+
+    q of the first rounds may be a hundred times as wide as the posterior, and its correction exact.
+    """
+    plain, found = replace(fitted, correction=None), fitted.correction
+    if found is None or found.khat is None:
+        return plain
+    certain = found.khat <= khat.FINITE_VARIANCE and (found.ess or 0.0) >= ENOUGH
+    return fitted if certain else plain
 
 
 def _are_stuck(found: Chains, most: int) -> bool:
@@ -330,6 +345,7 @@ def with_chains_where_uncertain(
     asked = fitted.precision is not None and (infinite or few) and can_sample(fitted)
     by_itself = (failed or infinite or uncertain) and fitted.converged is not None
     if asked or (by_itself and takes_seconds(fitted)):
-        drawn = sample_chains(fitted).correction()
+        start = replace(fitted, correction=correction) if found.certain else fitted
+        drawn = sample_chains(start).correction()
         correction = drawn if uncertain and drawn else better_correction(correction, drawn)
     return correction, correction is not None or not failed

@@ -141,7 +141,7 @@ class Posterior(Fitted):
         return corrected.with_clients_resampled()
 
     def with_chains(self, *, seed: int = 0) -> Posterior:
-        """Return the posterior with draws of θ by Hamiltonian Monte Carlo, many chains that start at draws from q.
+        """Return the posterior with draws of θ by Hamiltonian Monte Carlo, many chains that start near the posterior.
 
         They are exact but for Monte Carlo error, where q is not: see :mod:`bayesfed.output.chains`. Each step of a
         chain needs the rows of all clients, so that this is for data in one process.
@@ -152,7 +152,7 @@ class Posterior(Fitted):
         Raises:
             ValueError: chains do not apply to this fit, or have not mixed.
         """
-        correction = correction_by_chains(self._plain, seed)
+        correction = correction_by_chains(self, seed)
         return replace(self._plain, correction=correction).with_clients_resampled()
 
     def with_precision(self, precision: float) -> Posterior:

@@ -121,11 +121,11 @@ def _positions(v: Tensor, loc: Tensor, root: Tensor) -> Tensor:
 
 
 def start_chains(server: Server, draws: Tensor, z: Tensor, size: int) -> State:
-    """Return chains that start at draws from q.
+    """Return chains that start at these draws.
 
     Args:
         server: moves them.
-        draws: from q ``(S, D)``, whose mean and covariance make the coordinates.
+        draws: those of q or of its correction ``(S, D)``, whose mean and covariance make the coordinates.
         z: the first global vectors, ``(C, D)``.
         size: the number of all variables of a chain, those of the clients included.
     """
