@@ -416,7 +416,9 @@ def machine() -> str:
 
 
 def plus_minus(values: Sequence[float], digits: str = ".3f", error: str = "") -> str:
-    """Return the mean of some seeds ± its standard error."""
+    """Return the mean of some seeds ± its standard error; "diverged" if a number is not finite."""
+    if not all(map(math.isfinite, values)):
+        return "diverged"
     mean = f"{statistics.mean(values):{digits}}"
     if len(values) < 2:
         return mean

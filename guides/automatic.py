@@ -70,7 +70,7 @@ def automatic_guide(
     if not conditioned or not 0 < size <= local.FULL_UP_TO:
         return guide
     head = federation.batch(torch.arange(1)).head()
-    normal, slopes = find_chain([_normal_priors(guide, head, seed) for seed in range(2)])
+    normal, slopes = _chain(guide, head, size)
     guide = replace(guide, block=True, normal=normal)
     if structure is not None and structure.concave and _has_dependent_prior(guide, head):
         return replace(guide, normal=(), structure=structure)
@@ -126,6 +126,24 @@ def _scaling(u: Tensor) -> Scaling:
     return Scaling(torch.where(middle.abs() < 2 * error, 0.0, middle), spread.clamp(*SPREADS))
 
 
+def _chain(guide: Hierarchical, head: Batch, size: int) -> tuple[tuple[str, ...], Tensor]:
+    """Return the local sites that belong to a chain, and the slopes of their locations, as :func:`find_chain`.
+
+    Sites with multivariate Normal priors do where all do, without slopes, and if they are few: Laplace's approximation
+    at θ follows a prior such as a Gaussian process's better than a factor.
+    """
+    found = [_normal_priors(guide, head, seed) for seed in range(2)]
+    if size <= LAPLACE[0]:
+        normal, slopes = find_chain(found)
+        if set(normal) == set(guide.locals) and not slopes.any():
+            return normal, slopes
+    independent = [
+        (values, {name: prior for name, prior in priors.items() if prior.root is None})
+        for values, priors in found
+    ]
+    return find_chain(independent)
+
+
 def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:
     """Draw values of all variables; return the local ones, and the Normal priors of the local sites there."""
     generator = torch.Generator().manual_seed(seed)
@@ -140,5 +158,5 @@ def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:
     model = ModelAt(values, without=values)
     with torch.enable_grad(), given(batch.device), model, Until(guide.locals):
         guide.model(batch)
-    priors = {name: local.normal_prior(model.priors[name]) for name in guide.locals}
+    priors = {name: local.joint_prior(model.priors[name]) for name in guide.locals}
     return u, {name: prior for name, prior in priors.items() if prior is not None}

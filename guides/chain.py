@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bayesfed.guides.local import NormalPrior
 from bayesfed.guides.newton import jacobian
 
-Priors = tuple[Mapping[str, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
-"""Values of the local variables ``(P,)``, and location and scale of one client's Normal priors there, ``(..., P)``."""
+Priors = tuple[Mapping[str, Tensor], Mapping[str, NormalPrior]]
+"""Values of the local variables ``(P,)``, and one client's Normal priors there."""
 
 
 def find_chain(priors: Sequence[Priors]) -> tuple[tuple[str, ...], Tensor]:
@@ -30,8 +31,11 @@ def find_chain(priors: Sequence[Priors]) -> tuple[tuple[str, ...], Tensor]:
     """
     slopes = [
         {
-            name: {other: (_slopes(loc, x), _slopes(scale, x)) for other, x in values.items()}
-            for name, (loc, scale) in normal.items()
+            name: {
+                other: (_slopes(prior.loc, x), _slopes(_spread(prior), x))
+                for other, x in values.items()
+            }
+            for name, prior in normal.items()
         }
         for values, normal in priors
     ]
@@ -56,6 +60,11 @@ def find_chain(priors: Sequence[Priors]) -> tuple[tuple[str, ...], Tensor]:
         for name, y in values.items()
     ]
     return chained, torch.cat(rows).detach()
+
+
+def _spread(prior: NormalPrior) -> Tensor:
+    """Return the scales, or the entries of the root of the covariance, ``(..., P)`` or ``(..., P²)``."""
+    return prior.scale if prior.root is None else prior.root.flatten(-2)
 
 
 def _slopes(values: Tensor, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class BlockPrior(NamedTuple):
 
     Attributes:
         loc: ``(K, 1, P)``.
-        precision: ``(K, 1, P)``, zero where the prior is not Normal.
+        precision: ``(K, 1, P)``, zero where the prior is not Normal; of correlated variables ``(K, 1, P, P)``.
         z: the centre of q(θ), ``(K, 1, D)``.
         unit: that of the globals in the context, ``(K, 1, D)``.
     """
@@ -73,7 +73,7 @@ class BlockGuide(Protocol):
         """The prior of u at the centre of q(θ)."""
 
     def block_prior_at(self, params: Params, batch: Any, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Location and precision of the prior of u at z, ``(K, 1, P)`` each, in units of the scaling."""
+        """Location and precision of the prior of u at z, as in :class:`BlockPrior`."""
 
     def block_log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(D_i | u, z) at S values of u, ``(S, K)``, with the priors that are not Normal."""
@@ -114,14 +114,14 @@ def _start(
     centre of the prior; and the location of that factor, which may be far from û.
     """
     loc, root = earlier["loc"], (earlier["log_precision"] / 2).exp()
-    centre = torch.where(prior.precision > 0, prior.loc, loc)
+    centre = torch.where(_diagonal(prior) > 0, prior.loc, loc)
     if (tril := earlier.get("tril")) is None:
         precision = root.square()
         mode = (prior.precision * centre + precision * loc) / (prior.precision + precision)
     else:
         matrix = root_of_precision(root, tril)
-        pull = (prior.precision * (centre - loc))[..., None]
-        precision = matrix @ matrix.mT + torch.diag_embed(prior.precision)
+        pull = _pull(prior.precision, centre - loc)[..., None]
+        precision = matrix @ matrix.mT + _matrix(prior.precision, loc)
         mode = loc + torch.linalg.solve_ex(precision, pull)[0].squeeze(-1)
     tried = torch.stack([mode, centre, loc])
     return highest(tried, _log_joint(guide, params, batch, prior, tried))
@@ -131,7 +131,9 @@ def _log_joint(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, u: Tensor
 ) -> Tensor:
     """Return log p(D_i | u, z̄) + log p(u | z̄) of S values of u, but for a constant, ``(S, K)``."""
-    distance = (prior.precision * (u - prior.loc).square()).sum((-2, -1))
+    away = u - prior.loc
+    pull = _pull(prior.precision.expand(len(u), *prior.precision.shape), away)
+    distance = (pull * away).sum((-2, -1))
     return guide.block_log_likelihood(params, batch, u, prior.z) - distance / 2
 
 
@@ -141,7 +143,7 @@ def _climb(
 ) -> tuple[Tensor, Tensor]:
     """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it."""
     log_joint = partial(_log_joint, guide, params, batch, prior)
-    least = prior.precision.where(prior.precision > 0, 1.0)
+    least = _diagonal(prior).where(_diagonal(prior) > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)
     there = torch.where(active.reshape(-1, 1, 1) > 0, moved, u)
@@ -178,7 +180,8 @@ def factor(
 
     Args:
         log_likelihood: a function of u ``(S, K, 1, P)`` and z ``(K, 1, D)`` that returns ``(S, K)``.
-        prior: a function of z that returns the location and precision of the Normal prior of u, ``(K, 1, P)`` each.
+        prior: a function of z that returns the location and precision of the Normal prior of u, as in
+            :class:`BlockPrior`.
         mode: û, ``(K, 1, P)``.
         z: the centre of q(θ), ``(K, 1, D)``.
     """
@@ -192,8 +195,8 @@ def factor(
     root = torch.linalg.cholesky_ex(precision).L
     offset = torch.cholesky_solve(grad.detach()[..., None], root)
     loc, prior_precision = prior(z)
-    pulled = by_z + jacobian(prior_precision * (loc - mode), z)
-    joint = precision + torch.diag_embed(prior_precision)
+    pulled = by_z + jacobian(_pull(prior_precision, loc - mode), z)
+    joint = precision + _matrix(prior_precision, mode)
     moved = torch.linalg.solve_ex(joint.detach(), pulled.detach())[0]  # ∂û/∂z
 
     def slopes(values: Tensor) -> Tensor:
@@ -231,11 +234,11 @@ def with_moments(
         mean: the mean, in units of the scaling, ``(K, 1, P)``.
         root: a root of the covariance, likewise, ``(K, 1, P, P)``.
     """
-    both, of_prior = torch.cholesky_inverse(root), torch.diag_embed(prior.precision)
+    both, of_prior = torch.cholesky_inverse(root), _matrix(prior.precision, mean)
     values, vectors = torch.linalg.eigh(both - of_prior)
     precision = (vectors * values.clamp(min=WEAKEST)[..., None, :]) @ vectors.mT
     new = torch.linalg.cholesky_ex(precision).L
-    natural = both @ mean[..., None] - (prior.precision * prior.loc)[..., None]
+    natural = both @ mean[..., None] - _pull(prior.precision, prior.loc)[..., None]
     diagonal = new.diagonal(dim1=-2, dim2=-1)
     old, weight = (earlier["log_precision"] / 2).exp(), earlier["loc_weight"]
     if (tril := earlier.get("tril")) is None:
@@ -251,3 +254,21 @@ def with_moments(
         "precision_weight": earlier["precision_weight"],
     }
     return {name: found[name] for name in earlier}
+
+
+def _pull(precision: Tensor, u: Tensor) -> Tensor:
+    """Return Λ u of a precision that is a diagonal, with as many dimensions as u, or a matrix."""
+    if precision.ndim == u.ndim:
+        return precision * u
+    return (precision @ u[..., None]).squeeze(-1)
+
+
+def _matrix(precision: Tensor, u: Tensor) -> Tensor:
+    """Return the precision of u as a matrix."""
+    return torch.diag_embed(precision) if precision.ndim == u.ndim else precision
+
+
+def _diagonal(prior: BlockPrior) -> Tensor:
+    """Return the diagonal of the prior's precision, ``(K, 1, P)``."""
+    correlated = prior.precision.ndim > prior.loc.ndim
+    return prior.precision.diagonal(dim1=-2, dim2=-1) if correlated else prior.precision

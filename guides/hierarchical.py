@@ -19,10 +19,10 @@ from bayesfed.guides import client_factor, client_laplace, local
 from bayesfed.guides.client_factor import BlockPrior
 from bayesfed.guides.client_laplace import Structure
 from bayesfed.guides.family import Family
-from bayesfed.guides.local import Scaling
+from bayesfed.guides.local import NormalPrior, Scaling
 from bayesfed.guides.newton import NEWTON_STEPS, is_going
 from bayesfed.guides.precision_normal import PrecisionNormal
-from bayesfed.guides.site_factors import SiteFactors, client_params, concatenate
+from bayesfed.guides.site_factors import SiteFactors, client_params
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.guides.unconstrained import AsGuide, ModelAt, delta_at, split
 from bayesfed.tracing.compiler import traceable
@@ -50,7 +50,8 @@ class Hierarchical:
         locals: the same of the local latent sites.
         block: all local sites share one Gaussian factor, else each has its own.
         normal: in a block, the sites whose priors are Normal, with a location that is linear in other sites of the
-            block, if it depends on local sites at all. The factor approximates the likelihood and the other priors.
+            block, if it depends on local sites at all; multivariate Normal ones if all sites are Normal and no location
+            depends on others. The factor approximates the likelihood and the other priors.
         chain: where locations depend on other sites, the local variables are this matrix times their innovations, the
             differences from what the other sites predict, and the factor is one of the innovations: ``(P, P)``.
         structure: in a block, q(w_i | θ) is Laplace's approximation at θ, whose precision has this structure, in place
@@ -183,7 +184,7 @@ class Hierarchical:
         start = torch.cat(parts or [torch.zeros(0)])
         return self.family(start) if self.globals else (start, start, start)
 
-    def _sample_block(self, prior: tuple[Tensor, Tensor], context: Tensor, clients: int) -> Tensor:
+    def _sample_block(self, prior: NormalPrior, context: Tensor, clients: int) -> Tensor:
         """Sample the local variables of K clients as one vector each, ``(..., K, 1, P)``."""
         scaling = self.block_scaling
         params = client_params(LOCAL, local.init_conditional(scaling, context.shape[-1]), clients)
@@ -337,20 +338,18 @@ class Hierarchical:
             f"{LOCAL}.loc": local.unit_root(phi[f"{LOCAL}.log_precision"], phi.get(f"{LOCAL}.tril"))
         }
 
-    def block_prior(self, z: Tensor, head: Any) -> tuple[Tensor, Tensor]:
-        """Location and scale ``(..., P)`` of the block's Normal priors; infinitely wide where a prior is not Normal."""
+    def block_prior(self, z: Tensor, head: Any) -> NormalPrior:
+        """The block's Normal priors, over ``(..., P)``; infinitely wide where a prior is not Normal."""
         model = ModelAt(self._unconstrained_globals(z), without=self.globals)
         if self.normal:
             with model, Until(self.normal):
                 self.model(head)
-        priors: list[Any] = [
-            local.normal_prior(model.priors[name])
-            if name in self.normal
-            else (scaling.loc, torch.full_like(scaling.loc, torch.inf))
-            for name, scaling in self.locals.items()
-        ]
-        locs, scales = zip(*priors, strict=True)
-        return concatenate(locs), concatenate(scales)
+        priors = []
+        for name, scaling in self.locals.items():
+            found = local.joint_prior(model.priors[name]) if name in self.normal else None
+            flat = NormalPrior(scaling.loc, torch.full_like(scaling.loc, torch.inf))
+            priors.append(found or flat)
+        return local.join_priors(priors)
 
     @traceable
     def block_prior_at_centre(self, params: Params, batch: Any) -> BlockPrior:
@@ -362,13 +361,19 @@ class Hierarchical:
         return BlockPrior(centre, precision, z, unit)
 
     def block_prior_at(self, params: Params, batch: Any, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Location and precision of K clients' Normal priors of u at z ``(K, 1, D)``, ``(K, 1, P)`` each, scaled."""
+        """Location ``(K, 1, P)`` and precision of K clients' Normal priors of u at z ``(K, 1, D)``, scaled.
+
+        The precision is a diagonal ``(K, 1, P)``, or a matrix ``(K, 1, P, P)`` where variables are correlated.
+        """
         with given(batch.device, params, noise={}):
-            centre, spread = (
-                x.expand(len(batch), 1, -1) for x in self.block_prior(z, batch.head())
-            )
-        scaling = self.block_scaling
-        return (centre - scaling.loc) / scaling.scale, (scaling.scale / spread).square()
+            centre, spread, root = self.block_prior(z, batch.head())
+        scaling, clients = self.block_scaling, len(batch)
+        loc = ((centre - scaling.loc) / scaling.scale).expand(clients, 1, -1)
+        if root is None:
+            return loc, (scaling.scale / spread).square().expand(clients, 1, -1)
+        eye = torch.eye(len(scaling.scale)).to(root)
+        inverse = torch.linalg.solve_triangular(root / scaling.scale[:, None], eye, upper=False)
+        return loc, (inverse.mT @ inverse).expand(clients, 1, -1, -1)
 
     def block_log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(D_i | u, z) at S values of u in scaled coordinates, with the priors that are not Normal: ``(S, K)``."""

@@ -7,8 +7,8 @@ Conditioned on the context c:   q(u | c) ∝ p(u | θ) · N(u; a + C^{−⊤} A 
 c stacks the globals, as differences from the mean of q(z) in units of √(its scale), and the noise of the client's
 earlier variables. The Gaussian factor approximates the client's likelihood, and only its parameters (a, r, W, A, R) are
 learnt. Where both the prior of u and its likelihood are Normal, q is the exact conditional posterior under any prior:
-it stays exact while the hyper-parameters change. Where the prior is not Normal the factor approximates the prior as
-well.
+it stays exact while the hyper-parameters change, the correlations of a multivariate Normal prior among them. Where the
+prior is not Normal the factor approximates the prior as well.
 
 All are in units of the prior's centre and spread (:class:`Scaling`), so that one learning rate serves variables of any
 scale. The factor starts narrow, e^{−r/2} = 0.14 of the prior's spread: then a quickly moves to where the client's data
@@ -16,8 +16,10 @@ want it. With a wide start a overshoots, since the factor is too weak to pull, a
 look alike, and the spread between them collapses.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -32,6 +34,7 @@ from bayesfed.guides.triangular import (
     TriangularNormal,
     log_det,
     product_of_normals,
+    product_with_root,
     root_of_precision,
     solve_lower,
     times,
@@ -74,9 +77,23 @@ def init_conditional(scaling: Scaling, context: int) -> dict[str, Tensor]:
     return init_independent(scaling) | full | {"loc_weight": weights, "precision_weight": weights}
 
 
+class NormalPrior(NamedTuple):
+    """The joint Normal prior of a client's variables, in unconstrained coordinates.
+
+    Attributes:
+        loc: ``(..., P)``.
+        scale: standard deviations, ``(..., P)``; infinite of variables whose prior is not Normal.
+        root: M, lower triangular, M Mᵀ the covariance, ``(..., P, P)``; None of independent variables.
+    """
+
+    loc: Tensor
+    scale: Tensor
+    root: Tensor | None = None
+
+
 def conditional(
     scaling: Scaling,
-    prior: tuple[Tensor, Tensor] | None,
+    prior: NormalPrior | None,
     c: Tensor,
     loc: Tensor,
     log_precision: Tensor,
@@ -88,7 +105,7 @@ def conditional(
 
     Args:
         scaling: the units of all arguments below but ``prior``.
-        prior: location and scale of a Normal prior ``(..., P)``, see :func:`normal_prior`; None if it is not Normal.
+        prior: a Normal prior, of independent variables unless the factor is full; None if it is not Normal.
         c: the context, ``(..., C)``.
         loc: a, ``(K, 1, P)``.
         log_precision: r, ``(K, 1, P)``.
@@ -103,8 +120,8 @@ def conditional(
         if prior is None:
             prior_loc, prior_precision = torch.zeros_like(loc), torch.zeros_like(loc)
         else:
-            prior_loc = (prior[0] - scaling.loc) / scaling.scale
-            prior_precision = (scaling.scale / prior[1]).square()
+            prior_loc = (prior.loc - scaling.loc) / scaling.scale
+            prior_precision = (scaling.scale / prior.scale).square()
         a, factor = loc + spread * shift, (log_precision + changed).exp()
         precision = prior_precision + factor
         mean = (prior_precision * prior_loc + factor * a) / precision
@@ -113,11 +130,13 @@ def conditional(
     shift = solve_lower(tril.detach(), shift[..., None], transposed=True, unit=True).squeeze(-1)
     a = scaling.scale * loc + scaling.scale * spread * shift
     diagonal = (log_precision / 2).exp() / scaling.scale * (changed / 2).exp()
-    if prior is None:
-        relative = torch.zeros_like(loc), torch.zeros_like(loc)
+    if prior is not None and prior.root is not None:
+        mean, root = product_with_root((prior.loc - scaling.loc, prior.root), a, diagonal, tril)
     else:
-        relative = prior[0] - scaling.loc, prior[1].square().reciprocal()
-    mean, root = product_of_normals(relative, a, diagonal, tril)
+        relative = torch.zeros_like(loc), torch.zeros_like(loc)
+        if prior is not None:
+            relative = prior.loc - scaling.loc, prior.scale.square().reciprocal()
+        mean, root = product_of_normals(relative, a, diagonal, tril)
     return TriangularNormal(scaling.loc + mean, scale_tril=root)
 
 
@@ -173,8 +192,8 @@ def on_support(prior: Any, q: Any) -> Any:
     return q if real else dist.TransformedDistribution(q, [transform])
 
 
-def normal_prior(prior: Any) -> tuple[Tensor, Tensor] | None:
-    """Location and scale ``(..., P)`` of a prior that is Normal in unconstrained coordinates; None if it is not."""
+def normal_prior(prior: Any) -> NormalPrior | None:
+    """A prior that is Normal in unconstrained coordinates, of independent variables; None if it is not."""
     base = _base(prior)
     if isinstance(base, dist.LogNormal):
         base = _base(base.base_dist)
@@ -182,7 +201,60 @@ def normal_prior(prior: Any) -> tuple[Tensor, Tensor] | None:
         return None
     batch, event = prior.batch_shape, prior.event_shape
     loc, scale = (x.expand(*batch, *event).reshape((*batch, -1)) for x in (base.loc, base.scale))
-    return loc, scale
+    return NormalPrior(loc, scale)
+
+
+def correlated_prior(prior: Any) -> NormalPrior | None:
+    """A multivariate Normal prior, or several by ``to_event``; None of another distribution.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> import torch
+        >>> from bayesfed.guides.local import correlated_prior
+        >>> prior = dist.MultivariateNormal(torch.zeros(2), torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
+        >>> correlated_prior(prior).scale, correlated_prior(prior.expand([2]).to_event(1)).root.shape
+        (tensor([2.0000, 1.4142]), torch.Size([4, 4]))
+    """
+    base = _base(prior)
+    if not isinstance(base, torch.distributions.MultivariateNormal):
+        return None
+    lead, event = prior.batch_shape, prior.event_shape
+    loc, size = base.loc.expand(*lead, *event).reshape((*lead, -1)), event[-1]
+    each = base.scale_tril.expand(*lead, *event[:-1], size, size)
+    root = block_diagonal(each.reshape(*lead, math.prod(event[:-1]), size, size).unbind(-3))
+    return NormalPrior(loc, root.square().sum(-1).sqrt(), root)
+
+
+def joint_prior(prior: Any) -> NormalPrior | None:
+    """A prior that is Normal in unconstrained coordinates, of independent variables or not; None if it is not."""
+    return normal_prior(prior) or correlated_prior(prior)
+
+
+def join_priors(parts: Sequence[NormalPrior]) -> NormalPrior:
+    """The prior of the variables of all parts together, independent of each other."""
+    loc, scale = (concatenate([getattr(part, name) for part in parts]) for name in ("loc", "scale"))
+    if all(part.root is None for part in parts):
+        return NormalPrior(loc, scale)
+    roots = [part.scale.diag_embed() if part.root is None else part.root for part in parts]
+    return NormalPrior(loc, scale, block_diagonal(roots))
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate vectors ``(..., P)`` along their last dimension, the leading ones broadcast."""
+    batch = broadcast_shape(*(p.shape[:-1] for p in parts))
+    return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)
+
+
+def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
+    """Return the matrix with these blocks ``(..., P, P)`` on its diagonal, the leading dimensions broadcast."""
+    lead = broadcast_shape(*(block.shape[:-2] for block in blocks))
+    total, start, rows = sum(block.shape[-1] for block in blocks), 0, []
+    for block in blocks:
+        size = block.shape[-1]
+        whole = block.expand(*lead, size, size)
+        rows.append(torch.nn.functional.pad(whole, (start, total - start - size)))
+        start += size
+    return torch.cat(rows, -2)
 
 
 def _base(fn: Any) -> Any:

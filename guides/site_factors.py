@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pyro
-import torch
-from pyro.distributions.util import broadcast_shape
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -54,7 +52,7 @@ class SiteFactors(Messenger):
         """q of a site, over the support of its prior."""
         scaling, params = self.scalings[name], self.params[name]
         if self.conditioned:
-            normal, context = local.normal_prior(prior), concatenate(self.context)
+            normal, context = local.normal_prior(prior), local.concatenate(self.context)
             family = partial(local.conditional, scaling, normal, context)
         else:
             family = partial(local.independent, scaling)
@@ -87,9 +85,3 @@ def client_params(name: str, start: Params, clients: int) -> dict[str, Tensor]:
         )
         for key, value in start.items()
     }
-
-
-def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate vectors ``(..., P)`` along their last dimension, the leading ones broadcast."""
-    batch = broadcast_shape(*(p.shape[:-1] for p in parts))
-    return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)

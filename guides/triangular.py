@@ -114,6 +114,37 @@ def product_of_normals(
     return times(tril, times(tril.mT, natural)), tril
 
 
+def product_with_root(
+    prior: tuple[Tensor, Tensor], loc: Tensor, diagonal: Tensor, below: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the mean ``(..., P)`` and L, L Lᵀ the covariance, of N(u; m, M Mᵀ) · N(u; a, (C Cᵀ)⁻¹).
+
+    With R Rᵀ = (I + Mᵀ C Cᵀ M)⁻¹, L is M R. M is not inverted, so that it may be close to singular, as where variables
+    have a correlation of nearly 1.
+
+    Args:
+        prior: m ``(..., P)``, and M, lower triangular, ``(..., P, P)``.
+        loc: a, ``(..., P)``.
+        diagonal: d, ``(..., P)``, the diagonal of C = diag(d) (I + strictly lower triangle of W).
+        below: W, ``(..., P, P)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.guides.triangular import product_with_root
+        >>> zeros, ones = torch.zeros(2), torch.ones(2)
+        >>> product_with_root((zeros, torch.eye(2)), ones, ones, torch.zeros(2, 2))
+        (tensor([0.5000, 0.5000]), tensor([[0.7071, 0.0000],
+                [0.0000, 0.7071]]))
+    """
+    centre, of_prior = prior
+    root = root_of_precision(diagonal, below)
+    turned = of_prior.mT @ root
+    white = inverse_root(torch.eye(loc.shape[-1]).to(turned) + turned @ turned.mT)
+    tril = of_prior @ white
+    pull = times(turned, times(root.mT, loc - centre))
+    return centre + times(tril, times(white.mT, pull)), tril
+
+
 def _product_by_entries(lead: Sequence[int], *given: Tensor) -> tuple[Tensor, Tensor]:
     """Return :func:`product_of_normals`, over ``lead`` dimensions, of m, λ, a, d and W."""
     m, weight, a, d = (x.unbind(-1) for x in given[:-1])

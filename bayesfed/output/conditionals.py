@@ -111,8 +111,8 @@ def normal_prior(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return location and scale of the block's Normal priors, over ``(S, K, 1, P)``; infinite scales of others."""
     program, params, _, batch, size = given
     with handlers.given(batch.device, params, noise={}, draws=size):
-        prior: tuple[Tensor, Tensor] = program.guide.block_prior(given.z, batch.head())
-    return prior
+        prior = program.guide.block_prior(given.z, batch.head())
+    return prior.loc, prior.scale
 
 
 def has_normal_prior(given: Conditionals) -> bool:

@@ -9,22 +9,25 @@ from scipy.optimize import brentq, minimize
 
 import bayesfed as bf
 from bayesfed.guides import client_factor, newton
-from bayesfed.guides.local import Scaling, conditional
+from bayesfed.guides.local import NormalPrior, Scaling, conditional
 
 D = torch.float64
 
 
 def factor(log_likelihood, prior, u, z):
     loc, precision = prior
+    matrix = precision if precision.ndim > loc.ndim else torch.diag_embed(precision)
 
     def log_joint(u):
-        return log_likelihood(u, z) - (precision * (u - loc).square()).sum((-2, -1)) / 2
+        distance = ((matrix @ (u - loc)[..., None]).squeeze(-1) * (u - loc)).sum((-2, -1))
+        return log_likelihood(u, z) - distance / 2
 
-    mode = newton.newton(log_joint, precision, u)
+    mode = newton.newton(log_joint, matrix.diagonal(dim1=-2, dim2=-1), u)
     return client_factor.factor(log_likelihood, lambda z: prior, mode, z)
 
 
-def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_globals():
+@pytest.mark.parametrize("correlation", [None, 0.0, 0.9])
+def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_globals(correlation):
     """y = X u + offset · z_0 + N(0, e^{2 z_1}), u ~ N(m, t²): q(u | z) is known for every z."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(3, 7, 2, generator=g, dtype=D)
@@ -36,16 +39,21 @@ def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_global
         return torch.distributions.Normal(mean, z[..., 1].exp()).log_prob(y).sum(-1)
 
     centre = torch.tensor([0.4, -0.2], dtype=D).expand(3, 1, 2)
-    prior = m.expand(3, 1, 2), t.square().reciprocal().expand(3, 1, 2)
+    prior, of_u = (m.expand(3, 1, 2), t.square().reciprocal().expand(3, 1, 2)), torch.diag(t**-2)
+    if correlation is not None:
+        both = torch.tensor([[1.0, correlation], [correlation, 1.0]], dtype=D)
+        of_u = torch.linalg.inv(t[:, None] * both * t)
+        prior = prior[0], of_u.expand(3, 1, 2, 2)
+    root = None if correlation is None else torch.linalg.cholesky(torch.linalg.inv(of_u))
     found = factor(log_likelihood, prior, torch.zeros(3, 1, 2, dtype=D), centre)
     unit = Scaling(torch.zeros(2, dtype=D), torch.ones(2, dtype=D))
     for shift in ([0.0, 0.0], [0.5, 0.0], [-1.0, 0.7]):
         c = torch.tensor(shift, dtype=D).expand(3, 1, 2)
         z = centre + c
-        q = conditional(unit, (m, t), c, **found)
-        precision = x.mT @ x / (2 * z[:, :, 1:]).exp() + torch.diag(t**-2)
+        q = conditional(unit, NormalPrior(m, t, root), c, **found)
+        precision = x.mT @ x / (2 * z[:, :, 1:]).exp() + of_u
         natural = x.mT @ (y - offset * z[..., 0])[..., None] / (2 * z[:, :, 1:]).exp()
-        natural = natural.squeeze(-1) + m / t**2
+        natural = natural.squeeze(-1) + of_u @ m
         covariance = torch.linalg.inv(precision)
         mean = (covariance @ natural[..., None]).squeeze(-1)
         torch.testing.assert_close(q.loc[:, 0], mean, rtol=1e-9, atol=1e-9)

@@ -178,8 +178,57 @@ def test_a_normal_prior_in_the_factor_is_not_counted_twice():
     guide = bf.SFVI().program(model, data()).guide
     assert guide.normal == ("a", "c")
     head = data().batch(torch.arange(1)).head()
-    _, scale = guide.block_prior(torch.zeros(1), head)
+    _, scale, _ = guide.block_prior(torch.zeros(1), head)
     assert scale.flatten().tolist() == [1.0, torch.inf, 2.0]
+
+
+def pairs(other):
+    """Correlated intercepts and slopes, and another variable of the client with this prior."""
+
+    def model(federation):
+        tau = pyro.sample("tau", dist.HalfNormal(torch.ones(2)).to_event(1))
+        chol = pyro.sample("chol", dist.LKJCholesky(2, 2.0))
+        with federation.clients():
+            root = tau[..., None] * chol
+            w = pyro.sample("w", dist.MultivariateNormal(torch.zeros(2), scale_tril=root))
+            b = pyro.sample("b", other(w)) if other else 0.0
+            observe(federation, lambda obs: b + w[..., 0] + w[..., 1] * obs["ward"])
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "normal"),
+    [
+        (None, ("w",)),
+        (lambda w: dist.Normal(torch.zeros_like(w[..., 0]), 1.0), ("w", "b")),
+        (lambda w: dist.StudentT(4.0, torch.zeros_like(w[..., 0]), 1.0), ()),
+        (lambda w: dist.Normal(w[..., 0], 1.0), ("b",)),
+    ],
+)
+def test_correlated_priors_that_the_factor_leaves_out(other, normal):
+    """Those of a block whose other priors are Normal too, without slopes; else they are in the factor."""
+    assert block_of(pairs(other))[0] == normal
+
+
+def test_correlated_variables_given_gaussian_rows_are_exact_at_any_globals():
+    """All log weights log p(w, D | θ) − log q(w | θ) of one θ are the evidence, also where ρ is nearly 1."""
+    federation = data()
+    posterior = bf.fit(pairs(None), federation, progress=False)
+    program, batch = posterior.program, federation.batch()
+    z = torch.tensor([[-6.0, -1.0, 3.0], [0.5, -4.0, -4.0], [0.0, 0.0, 0.0]])[:, None, None]
+    theta = {GLOBAL: z.repeat_interleave(50, 0)}
+    params = posterior.params | posterior.params_of(torch.arange(len(federation)))
+    with torch.no_grad(), handlers.given(batch.device, params, {}, theta, len(theta[GLOBAL])):
+        q = poutine.trace(program.guide).get_trace(batch.head()).nodes[LOCAL]["fn"].drawn
+    e = torch.randn(150, len(federation), 1, 2, generator=torch.Generator().manual_seed(0))
+    w, _ = local.unwhiten(q, e)
+    with torch.no_grad():
+        log_p = program.guide.block_log_joint(params, batch, w, theta[GLOBAL])
+    log_q = q.log_prob(w)[..., 0]
+    weights = (log_p - log_q).reshape(3, 50, -1)
+    assert float(weights.std(1).max()) < 1e-2
+    assert float(log_q.reshape(3, 50, -1).std(1).min()) > 0.5
 
 
 def test_the_mode_under_a_prior_far_from_zero():

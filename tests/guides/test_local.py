@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bayesfed.guides import local
-from bayesfed.guides.local import Scaling
+from bayesfed.guides.local import NormalPrior, Scaling
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -39,7 +39,7 @@ def test_normal_prior_and_likelihood_in_one_dimension(prior):
     units, y, sigma = start(1), torch.tensor([0.4, 1.1, 0.9]), 0.7
     q = local.conditional(
         units,
-        tuple(torch.full((1, 1, 1), v) for v in prior),
+        NormalPrior(*(torch.full((1, 1, 1), v) for v in prior)),
         nothing(),
         loc=((y.mean() - units.loc) / units.scale)[None, None],
         log_precision=(3 / sigma**2 * units.scale.square()).log()[None, None],
@@ -74,7 +74,7 @@ def test_a_regression_with_full_covariance(prior):
     root = torch.linalg.cholesky(units.scale[:, None] * (x.T @ x / sigma**2) * units.scale)
     q = local.conditional(
         units,
-        (loc.expand(1, 1, 3), scale.expand(1, 1, 3)),
+        NormalPrior(loc.expand(1, 1, 3), scale.expand(1, 1, 3)),
         nothing(),
         loc=((best - units.loc) / units.scale)[None, None],
         log_precision=2 * root.diagonal().log()[None, None],
@@ -85,6 +85,35 @@ def test_a_regression_with_full_covariance(prior):
     largest = float(torch.cat([loc.abs(), scale]).max())
     torch.testing.assert_close(q.mean[0, 0], mean, rtol=0, atol=bound * largest)
     torch.testing.assert_close(q.covariance_matrix[0, 0], cov, rtol=0, atol=bound * largest**2)
+
+
+@pytest.mark.parametrize("correlation", [0.0, -0.6, 0.999999])
+@pytest.mark.parametrize("draws", [1, 6000])
+def test_a_regression_with_a_correlated_prior(correlation, draws):
+    """The same, w ~ N(m, M Mᵀ), few draws and many; the posterior is as narrow as the prior where that is singular."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 3, generator=generator), torch.randn(6, generator=generator)
+    units, loc, root = start(3), torch.tensor([0.5, -1.0, 2.0]), torch.eye(3)
+    root[1, :2] = torch.tensor([correlation, (1 - correlation**2) ** 0.5])
+    root = torch.tensor([0.5, 2.0, 1.0])[:, None] * root
+    cross = root @ root.T @ x.T
+    gain = cross @ torch.linalg.inv(x @ cross + torch.eye(6))
+    mean, cov = loc + gain @ (y - x @ loc), root @ root.T - gain @ cross.T
+    best = torch.linalg.solve(x.T @ x, x.T @ y)
+    factor = torch.linalg.cholesky(units.scale[:, None] * (x.T @ x) * units.scale)
+    scales = root.square().sum(-1).sqrt()
+    parts = (value.expand(draws, 1, *value.shape) for value in (loc, scales, root))
+    q = local.conditional(
+        units,
+        NormalPrior(*parts),
+        nothing(),
+        loc=((best - units.loc) / units.scale)[None, None],
+        log_precision=2 * factor.diagonal().log()[None, None],
+        tril=(factor / factor.diagonal()[:, None])[None, None],
+        **none(3),
+    )
+    torch.testing.assert_close(q.mean[-1, 0], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(q.covariance_matrix[-1, 0], cov, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -100,7 +129,7 @@ def test_the_context_shifts_the_factor(full, flat):
     a, r, w = randn(clients, 1, 3), randn(clients, 1, 3), randn(clients, 1, 3, 3)
     big_a, big_r = randn(clients, 1, 3, 5), randn(clients, 1, 3, 5)
     c = randn(draws, 1, 1, 5)
-    prior = None if flat else (randn(draws, 1, 1, 3), randn(draws, 1, 1, 3).exp())
+    prior = None if flat else NormalPrior(randn(draws, 1, 1, 3), randn(draws, 1, 1, 3).exp())
     if not full:
         w = torch.zeros_like(w)
     q = local.conditional(units, prior, c, a, r, big_a, big_r, **({"tril": w} if full else {}))
@@ -126,7 +155,7 @@ def test_the_context_shifts_the_factor(full, flat):
 def test_without_tril_the_factor_is_diagonal_and_agrees():
     units = start(2)
     parts = {"loc": torch.ones(1, 1, 2), "log_precision": torch.ones(1, 1, 2), **none(2)}
-    prior = torch.zeros(1, 1, 2), torch.full((1, 1, 2), 2.0)
+    prior = NormalPrior(torch.zeros(1, 1, 2), torch.full((1, 1, 2), 2.0))
     first = local.conditional(units, prior, nothing(), **parts)
     second = local.conditional(units, prior, nothing(), **parts, tril=torch.zeros(1, 1, 2, 2))
     for left, right in zip(moments(first), moments(second), strict=True):
@@ -166,15 +195,29 @@ def test_whitened_draws_are_the_noise(full):
 
 def test_normal_priors_in_unconstrained_coordinates():
     shape = (2, 1)
-    loc, scale = local.normal_prior(dist.Normal(torch.zeros(2, 1), 3.0))
+    loc, scale, _ = local.normal_prior(dist.Normal(torch.zeros(2, 1), 3.0))
     assert (loc.shape, scale.shape) == ((*shape, 1), (*shape, 1))
-    loc, scale = local.normal_prior(dist.LogNormal(torch.ones(2, 1), 2.0))
+    loc, scale, _ = local.normal_prior(dist.LogNormal(torch.ones(2, 1), 2.0))
     assert (loc == 1).all()
     assert (scale == 2).all()
-    loc, scale = local.normal_prior(dist.Normal(torch.zeros(2, 1, 4), 3.0).to_event(1))
+    loc, scale, _ = local.normal_prior(dist.Normal(torch.zeros(2, 1, 4), 3.0).to_event(1))
     assert (loc.shape, scale.shape) == ((*shape, 4), (*shape, 4))
     for other in (dist.StudentT(3.0, torch.zeros(2, 1)), dist.HalfNormal(torch.ones(2, 1))):
         assert local.normal_prior(other) is None
+        assert local.correlated_prior(other) is None
+
+
+def test_multivariate_normal_priors_side_by_side():
+    """Three pairs of a client's variables, and one that is independent of them."""
+    root = torch.tensor([[2.0, 0.0], [-1.0, 0.5]])
+    pairs = dist.MultivariateNormal(torch.ones(5, 1, 3, 2), scale_tril=root).to_event(1)
+    single = dist.Normal(torch.zeros(5, 1, 1), 3.0).to_event(1)
+    prior = local.join_priors([local.correlated_prior(pairs), local.normal_prior(single)])
+    whole = torch.block_diag(root, root, root, torch.tensor([[3.0]]))
+    torch.testing.assert_close(prior.root, whole.expand(5, 1, 7, 7))
+    torch.testing.assert_close(prior.scale, (whole @ whole.T).diagonal().sqrt().expand(5, 1, 7))
+    assert prior.loc[0, 0].tolist() == [1.0] * 6 + [0.0]
+    assert local.normal_prior(pairs) is None
 
 
 @pytest.mark.parametrize(
