@@ -4,7 +4,8 @@ Each is a Pyro program with its data, and the same model in NumPyro on the poole
 data: eight schools; Grunfeld's firms; radon in 85 counties (runner.RADON, JSON with `county`, `x` and `y`); 200 rows
 of each of the six plans of the RAND experiment and of eight Chinese cities; voters by education; two infections of each
 of 38 patients; three simulated sets of ten clients and 114 rows, negative binomial with exposure, Weibull with
-censoring, Student-t; and 10,000 simulated clients.
+censoring, Student-t; 18 simulated clients with ten rows each, whose intercepts and slopes are correlated; and 10,000
+simulated clients.
 """
 
 from __future__ import annotations
@@ -77,6 +78,32 @@ def student_t(federation: Any) -> None:
         alpha = pyro.sample("alpha", dist.Normal(mu, tau))
         with federation.observations() as obs:
             pyro.sample("y", dist.StudentT(4.0, alpha + beta * obs["x"], sigma), obs=obs.get("y"))
+
+
+def correlated_slopes(federation: Any) -> None:
+    """A regression with an intercept and a slope of each client, correlated."""
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    tau = pyro.sample("tau", dist.HalfNormal(torch.ones(2)).to_event(1))
+    rho = pyro.sample("rho", dist.Uniform(-1.0, 1.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
+    below = torch.stack([rho, (1 - rho.square()).sqrt()], -1)
+    first = torch.stack([torch.ones_like(rho), torch.zeros_like(rho)], -1)
+    with federation.clients():
+        root = tau[..., None] * torch.stack([first, below], -2)
+        w = pyro.sample("w", dist.MultivariateNormal(mu, scale_tril=root))
+        with federation.observations() as obs:
+            mean = w[..., 0] + w[..., 1] * obs["x"]
+            pyro.sample("y", dist.Normal(mean, sigma), obs=obs.get("y"))
+
+
+def days() -> bf.Federation:
+    """Return 18 clients with ten days each."""
+    generator, clients = np.random.default_rng(0), {}
+    for i in range(18):
+        x = (np.arange(10) - 4.5) / 3
+        a, b = generator.multivariate_normal([0.5, 0.4], [[0.5, -0.06], [-0.06, 0.04]])
+        clients[f"client {i}"] = {"x": x, "y": a + b * x + 0.5 * generator.normal(size=10)}
+    return bf.Federation.from_arrays(clients)
 
 
 def simulated(kind: str) -> bf.Federation:
@@ -242,6 +269,19 @@ def n_student_t(rows: Any, of: Any, clients: int) -> None:
     numpyro.sample("y", over, obs=rows["y"])
 
 
+def n_correlated_slopes(rows: Any, of: Any, clients: int) -> None:
+    """Non-centred by hand: NumPyro has no such reparametrisation of a multivariate Normal."""
+    mu = numpyro.sample("mu", ndist.Normal(0.0, 2.0).expand([2]).to_event(1))
+    tau = numpyro.sample("tau", _half(1.0, (2,)))
+    rho = numpyro.sample("rho", ndist.Uniform(-1.0, 1.0))
+    sigma = numpyro.sample("sigma", ndist.HalfNormal(1.0))
+    with numpyro.plate("clients", clients):
+        z = numpyro.sample("z", ndist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    slope = rho * z[:, 0] + jnp.sqrt(1 - rho**2) * z[:, 1]
+    w = numpyro.deterministic("w", mu + tau * jnp.stack([z[:, 0], slope], -1))
+    numpyro.sample("y", ndist.Normal(w[of, 0] + w[of, 1] * rows["x"], sigma), obs=rows["y"])
+
+
 # -- the problems ----------------------------------------------------------------------------------
 
 
@@ -265,6 +305,7 @@ class Problem:
 PROBLEMS = {
     "eight schools": Problem(models.eight_schools, n_eight_schools, datasets.eight_schools),
     "grunfeld": Problem(models.varying_slope, n_varying_slope, datasets.grunfeld, centred=True),
+    "correlated slopes": Problem(correlated_slopes, n_correlated_slopes, days),
     "radon": Problem(models.varying_intercept, n_varying_intercept, radon),
     "count": Problem(
         models.hierarchical_count, n_count, lambda: thinned(datasets.randhie(), 200), centred=True

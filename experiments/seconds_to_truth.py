@@ -38,6 +38,7 @@ COLUMNS = (
 METHODS = ("bayesfed", "NumPyro", "four chains", "nutpie", "glmmTMB", "Pyro")
 FAMILIES = {
     "grunfeld": ("gaussian", "(1 + x || client)"),
+    "correlated slopes": ("gaussian", "(1 + x0 | client)"),
     "radon": ("gaussian", "(1 | client)"),
     "count": ("poisson", "(1 | client)"),
     "logistic": ("binomial", "(1 + x || client)"),
