@@ -19,6 +19,7 @@ TABLE = ROOT / "experiments/seconds_to_truth.md"
 BEGIN, END = "<!-- from experiments/seconds_to_truth.md -->\n", "<!-- end -->\n"
 PROBLEMS = {
     "eight schools": "eight schools",
+    "correlated slopes": "correlated intercepts and slopes",
     "radon": "radon in 85 counties",
     "logistic": "logistic, two random slopes",
     "negative binomial": "negative binomial",
