@@ -7,7 +7,7 @@ upload that they send. Cells are the root mean square distance of μ_β from the
 only: as it is, and with ``privacy=Privacy()``, which clips uploads to the median of their norms, without noise.
 "refused": how many of the ten were left out in every round. What is not refused counts: uploads a million times too
 large move SFVI and PACPFL, and stop PVI and FedABML, where nothing clips them. Clipped at the median they stop no run,
-but SFVI and FOLA end 0.6 away. An upload of the opposite sign may come from a client that differs.
+but SFVI, PVI and FOLA end 0.6 to 0.7 away. An upload of the opposite sign may come from a client that differs.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     python experiments/deployment/chains.py
 
-Three hospitals of docs/hospitals.md with a node each, over sockets of this machine: a logistic formula whose importance
-weights have a k-hat above 0.5. The log odds ratio ``arm[treated]``, mean ± sd over all draws: by importance weights, by
-chains between machines (``deployment.chains``), and by those of one process. Exchanges are those of the chains; with
-secure sums each step takes two, the masked sums and their seals. A row of chains with a k-hat instead of an R-hat is of
-chains that have not mixed, which the caveat says: its draws are by weights. Rows of weights are of an earlier
-estimator: in the one with secure sums, at a k-hat of 0.46, the standard deviation is too small (chains: 0.488). Seconds
-are of the whole command.
+Three hospitals of docs/hospitals.md with a node each, over sockets of this machine: a logistic formula with two random
+effects. The log odds ratio ``arm[treated]``, mean ± sd over all draws: by importance weights, by chains between
+machines (``deployment.chains``), and of a fit in one process. Exchanges are those of the chains; with secure sums each
+step takes two, the masked sums and their seals. A row of chains with a k-hat instead of an R-hat is of chains that have
+not mixed, which the caveat says: its draws are by weights. Seconds are of the whole command.
 """
 
 from __future__ import annotations
