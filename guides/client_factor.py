@@ -114,14 +114,14 @@ def _start(
     centre of the prior; and the location of that factor, which may be far from û.
     """
     loc, root = earlier["loc"], (earlier["log_precision"] / 2).exp()
-    centre = torch.where(_diagonal(prior) > 0, prior.loc, loc)
+    centre = torch.where(_diagonal(prior.precision) > 0, prior.loc, loc)
     if (tril := earlier.get("tril")) is None:
         precision = root.square()
         mode = (prior.precision * centre + precision * loc) / (prior.precision + precision)
     else:
         matrix = root_of_precision(root, tril)
         pull = _pull(prior.precision, centre - loc)[..., None]
-        precision = matrix @ matrix.mT + _matrix(prior.precision, loc)
+        precision = matrix @ matrix.mT + _matrix(prior.precision)
         mode = loc + torch.linalg.solve_ex(precision, pull)[0].squeeze(-1)
     tried = torch.stack([mode, centre, loc])
     return highest(tried, _log_joint(guide, params, batch, prior, tried))
@@ -132,8 +132,7 @@ def _log_joint(
 ) -> Tensor:
     """Return log p(D_i | u, z̄) + log p(u | z̄) of S values of u, but for a constant, ``(S, K)``."""
     away = u - prior.loc
-    pull = _pull(prior.precision.expand(len(u), *prior.precision.shape), away)
-    distance = (pull * away).sum((-2, -1))
+    distance = (_pull(prior.precision, away) * away).sum((-2, -1))
     return guide.block_log_likelihood(params, batch, u, prior.z) - distance / 2
 
 
@@ -143,7 +142,8 @@ def _climb(
 ) -> tuple[Tensor, Tensor]:
     """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it."""
     log_joint = partial(_log_joint, guide, params, batch, prior)
-    least = _diagonal(prior).where(_diagonal(prior) > 0, 1.0)
+    diagonal = _diagonal(prior.precision)
+    least = diagonal.where(diagonal > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)
     there = torch.where(active.reshape(-1, 1, 1) > 0, moved, u)
@@ -196,7 +196,7 @@ def factor(
     offset = torch.cholesky_solve(grad.detach()[..., None], root)
     loc, prior_precision = prior(z)
     pulled = by_z + jacobian(_pull(prior_precision, loc - mode), z)
-    joint = precision + _matrix(prior_precision, mode)
+    joint = precision + _matrix(prior_precision)
     moved = torch.linalg.solve_ex(joint.detach(), pulled.detach())[0]  # ∂û/∂z
 
     def slopes(values: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def with_moments(
         mean: the mean, in units of the scaling, ``(K, 1, P)``.
         root: a root of the covariance, likewise, ``(K, 1, P, P)``.
     """
-    both, of_prior = torch.cholesky_inverse(root), _matrix(prior.precision, mean)
+    both, of_prior = torch.cholesky_inverse(root), _matrix(prior.precision)
     values, vectors = torch.linalg.eigh(both - of_prior)
     precision = (vectors * values.clamp(min=WEAKEST)[..., None, :]) @ vectors.mT
     new = torch.linalg.cholesky_ex(precision).L
@@ -257,18 +257,20 @@ def with_moments(
 
 
 def _pull(precision: Tensor, u: Tensor) -> Tensor:
-    """Return Λ u of a precision that is a diagonal, with as many dimensions as u, or a matrix."""
-    if precision.ndim == u.ndim:
-        return precision * u
-    return (precision @ u[..., None]).squeeze(-1)
+    """Return Λ u of u ``(..., K, 1, P)`` and a precision that is a diagonal or a matrix."""
+    return precision * u if _is_diagonal(precision) else (precision @ u[..., None]).squeeze(-1)
 
 
-def _matrix(precision: Tensor, u: Tensor) -> Tensor:
-    """Return the precision of u as a matrix."""
-    return torch.diag_embed(precision) if precision.ndim == u.ndim else precision
+def _matrix(precision: Tensor) -> Tensor:
+    """Return the precision as a matrix, ``(K, 1, P, P)``."""
+    return torch.diag_embed(precision) if _is_diagonal(precision) else precision
 
 
-def _diagonal(prior: BlockPrior) -> Tensor:
-    """Return the diagonal of the prior's precision, ``(K, 1, P)``."""
-    correlated = prior.precision.ndim > prior.loc.ndim
-    return prior.precision.diagonal(dim1=-2, dim2=-1) if correlated else prior.precision
+def _diagonal(precision: Tensor) -> Tensor:
+    """Return the diagonal of the precision, ``(K, 1, P)``."""
+    return precision if _is_diagonal(precision) else precision.diagonal(dim1=-2, dim2=-1)
+
+
+def _is_diagonal(precision: Tensor) -> bool:
+    """Return whether a precision is given as a diagonal, see :class:`BlockPrior`."""
+    return precision.ndim == 3

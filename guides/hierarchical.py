@@ -347,8 +347,7 @@ class Hierarchical:
         priors = []
         for name, scaling in self.locals.items():
             found = local.joint_prior(model.priors[name]) if name in self.normal else None
-            flat = NormalPrior(scaling.loc, torch.full_like(scaling.loc, torch.inf))
-            priors.append(found or flat)
+            priors.append(found or local.flat_prior(scaling))
         return local.join_priors(priors)
 
     @traceable

@@ -91,6 +91,11 @@ class NormalPrior(NamedTuple):
     root: Tensor | None = None
 
 
+def flat_prior(scaling: Scaling) -> NormalPrior:
+    """The infinitely wide prior of variables whose prior is not Normal."""
+    return NormalPrior(scaling.loc, torch.full_like(scaling.loc, torch.inf))
+
+
 def conditional(
     scaling: Scaling,
     prior: NormalPrior | None,
@@ -113,15 +118,13 @@ def conditional(
         precision_weight: R, ``(K, 1, P, C)``.
         tril: W, ``(K, 1, P, P)``.
     """
+    prior = prior or flat_prior(scaling)
     shift = _of_context(loc_weight, c)
     spread = (-log_precision.detach() / 2).exp()
     changed = _of_context(precision_weight, c)
     if tril is None:
-        if prior is None:
-            prior_loc, prior_precision = torch.zeros_like(loc), torch.zeros_like(loc)
-        else:
-            prior_loc = (prior.loc - scaling.loc) / scaling.scale
-            prior_precision = (scaling.scale / prior.scale).square()
+        prior_loc = (prior.loc - scaling.loc) / scaling.scale
+        prior_precision = (scaling.scale / prior.scale).square()
         a, factor = loc + spread * shift, (log_precision + changed).exp()
         precision = prior_precision + factor
         mean = (prior_precision * prior_loc + factor * a) / precision
@@ -130,13 +133,12 @@ def conditional(
     shift = solve_lower(tril.detach(), shift[..., None], transposed=True, unit=True).squeeze(-1)
     a = scaling.scale * loc + scaling.scale * spread * shift
     diagonal = (log_precision / 2).exp() / scaling.scale * (changed / 2).exp()
-    if prior is not None and prior.root is not None:
-        mean, root = product_with_root((prior.loc - scaling.loc, prior.root), a, diagonal, tril)
-    else:
-        relative = torch.zeros_like(loc), torch.zeros_like(loc)
-        if prior is not None:
-            relative = prior.loc - scaling.loc, prior.scale.square().reciprocal()
+    centre = prior.loc - scaling.loc
+    if prior.root is None:
+        relative = centre, prior.scale.square().reciprocal()
         mean, root = product_of_normals(relative, a, diagonal, tril)
+    else:
+        mean, root = product_with_root((centre, prior.root), a, diagonal, tril)
     return TriangularNormal(scaling.loc + mean, scale_tril=root)
 
 

@@ -230,7 +230,7 @@ def sample_chains(
 def _starts(fitted: Fitted) -> Fitted:
     """Return what chains start from: the correction of q by importance sampling if it is certain, else q.
 
-    q of the first rounds may be a hundred times as wide as the posterior, and its correction exact.
+    q of the first rounds may be forty times as wide as the posterior, and its correction exact.
     """
     plain, found = replace(fitted, correction=None), fitted.correction
     if found is None or found.khat is None:

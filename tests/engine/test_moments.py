@@ -101,11 +101,8 @@ def test_a_fit_is_that_of_the_rows(moments, model, algorithm):
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_a_corrected_fit_of_many_clients_reads_no_rows(scale):
     """So many that clients' densities at shared points would pay, if rows were here; a known or a random scale."""
-    rows, model, how = (
-        data(60),
-        intercepts_and_slopes(scale),
-        {"progress": False, "execution": EAGER},
-    )
+    rows, model = data(60), intercepts_and_slopes(scale)
+    how = {"progress": False, "execution": EAGER}
     found = bf.fit(model, bf.Moments.of(rows).federation(), **how).sample(4000)
     expected = bf.fit(model, rows, **how).sample(4000)
     close(found, {name: expected[name] for name in ("b", "tau")}, 0.1)

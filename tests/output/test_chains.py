@@ -154,7 +154,7 @@ def test_a_q_that_is_far_from_the_posterior():
 def test_chains_start_where_importance_weights_say_that_the_posterior_is():
     """One round, whose q is forty times as wide; chains that start there do not mix, and cannot say how it differs.
 
-    Weights and chains share neither draws nor densities: within five Monte Carlo errors of 1500 draws.
+    Weights integrate the clients' variables out, and chains draw them: within five Monte Carlo errors of 1500 draws.
     """
     start = bf.fit(intercepts_and_slopes(None), data(40), progress=False)
     assert start.khat < 0.3
